@@ -1,0 +1,63 @@
+"""The errors that Segue raises for its users. Nothing else may reach a user.
+
+    SegueError                   anything below; `exit_code` says how the command ends
+    ├── UsageError               the request itself is wrong: exit code 2, HTTP 400
+    │   ├── ParameterError       a parameter has a bad value; names the parameter and the value
+    │   ├── ModelFileError       a model file is missing, damaged or of an unknown kind
+    │   └── CapacityError        it can never fit: says what is needed and what there is
+    └── FailedError              the request was right and could not be carried out: exit code 1
+        ├── RequestFailed        one request failed; the others go on
+        ├── DownloadError        `pull` could not fetch or check a model
+        └── EngineDead           the engine (or its process) is gone
+
+Messages are one line: what is wrong, then what to do about it.
+"""
+
+
+class SegueError(Exception):
+    """Base of every error that is meant for a user."""
+
+    exit_code = 1
+
+
+class UsageError(SegueError):
+    """The request itself is wrong."""
+
+    exit_code = 2
+
+
+class ParameterError(UsageError, ValueError):
+    """A parameter has a bad value. `parameter` is its name, for the server's error object."""
+
+    def __init__(self, parameter: str, value: object, why: str) -> None:
+        super().__init__(f"{parameter}={value!r}: {why}")
+        self.parameter = parameter
+        self.value = value
+        self.why = why
+
+    def __reduce__(self) -> tuple[type["ParameterError"], tuple[str, object, str]]:
+        return type(self), (self.parameter, self.value, self.why)
+
+
+class ModelFileError(UsageError):
+    """A model file is missing, damaged or of a kind that is not known."""
+
+
+class CapacityError(UsageError):
+    """It can never fit; the message has the numbers."""
+
+
+class FailedError(SegueError):
+    """The request was right and could not be carried out."""
+
+
+class RequestFailed(FailedError):
+    """One request failed (a runtime step raised, its logits are not finite); others go on."""
+
+
+class DownloadError(FailedError):
+    """A model could not be fetched or did not match its checksum."""
+
+
+class EngineDead(FailedError):
+    """The engine, or the process that ran it, is gone."""
