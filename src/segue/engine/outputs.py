@@ -1,0 +1,52 @@
+"""What the engine says after a step: new tokens of requests, token ids only."""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from segue.runtime.contract import TokenLogprobs
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """End of sequence, or a stop token (then `stop_reason` is its id)."""
+    LENGTH = "length"
+    """`max_tokens` or `max_model_len`."""
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """How a request has been served so far."""
+
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache when it was first admitted."""
+    num_computed_tokens: int = 0
+    """Tokens computed for it, recomputed and rejected ones included."""
+    num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    """Drafts verified."""
+    num_accepted_tokens: int = 0
+    """Drafts kept."""
+
+
+class EngineOutput(msgspec.Struct, kw_only=True):
+    """One request's news after a step."""
+
+    request_id: str
+    token_ids: Sequence[int] = ()
+    """New since the last output, the stop token included."""
+    logprobs: Sequence[TokenLogprobs] | None = None
+    """One for each of `token_ids`."""
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    """Once, with the first output: one for each prompt token, None for the first."""
+    finish_reason: FinishReason | None = None
+    """Set when a turn ends. For a request that is not resumable that is its end."""
+    stop_reason: int | None = None
+    finished: bool = False
+    """No more outputs will come for this request."""
+    metrics: RequestMetrics | None = None
+    """With `finish_reason`."""
+    error: str | None = None
+    """With `FinishReason.ERROR`: one line."""

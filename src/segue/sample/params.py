@@ -1,0 +1,141 @@
+"""How an answer is sampled and when it ends, as a user says it: vLLM's names and defaults."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from segue.errors import ParameterError
+from segue.runtime.contract import Sampling
+
+MAX_LOGPROBS = 1024
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of one request. A bad value raises `ParameterError`, which names it."""
+
+    n: int = 1
+    """How many answers; answer i > 0 is drawn with `seed + i`."""
+    max_tokens: int | None = 16
+    """None: as many as `max_model_len` leaves room for."""
+    min_tokens: int = 0
+    """Neither end-of-sequence nor a stop ends the answer before this many tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: all."""
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    """None: derived from the engine's seed and the number of the request, so a program's runs repeat."""
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """The most likely ids to report at each position, beside the drawn one. None: no logprobs."""
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, low=1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, low=1)
+        _check_int("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", self.min_tokens, f"is more than max_tokens={self.max_tokens}")
+        _check_float("temperature", self.temperature, low=0.0)
+        _check_float("top_p", self.top_p, low=0.0, high=1.0, exclude_low=True)
+        _check_int("top_k", self.top_k, low=-1)
+        _check_float("min_p", self.min_p, low=0.0, high=1.0)
+        _check_float("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, low=0.0, exclude_low=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, low=0, high=MAX_LOGPROBS)
+        self._check_stops()
+        self._check_logit_bias()
+
+    def _check_stops(self) -> None:
+        for string in self.stop_strings:
+            if not isinstance(string, str) or not string:
+                raise ParameterError("stop", self.stop, "must be a non-empty string or a list of them")
+        for token in self.stop_token_ids or ():
+            _check_int("stop_token_ids", token, low=0)
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict):
+            raise ParameterError("logit_bias", self.logit_bias, "must be a dict from token id to bias")
+        for token, bias in self.logit_bias.items():
+            _check_int("logit_bias", token, low=0)
+            _check_float("logit_bias", bias, low=-100.0, high=100.0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises ParameterError when a token id named here is not one of the model's."""
+        for name, ids in (
+            ("logit_bias", self.logit_bias or ()),
+            ("stop_token_ids", self.stop_token_ids or ()),
+        ):
+            for token in ids:
+                if token >= vocab_size:
+                    raise ParameterError(name, token, f"is no token id; the model has {vocab_size}")
+
+    def stop_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The ids that end the answer."""
+        return frozenset(self.stop_token_ids or ()) | (
+            frozenset() if self.ignore_eos else frozenset(eos_token_ids)
+        )
+
+    def resolve(self, *, output_start: int, eos_token_ids: Iterable[int], default_seed: int) -> Sampling:
+        """What the runtime needs of this, for an answer whose first token has position `output_start`."""
+        banned = self.stop_ids(eos_token_ids) if self.min_tokens else ()
+        return Sampling(
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            output_start=output_start,
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            banned=tuple(sorted(banned)),
+            banned_until=output_start + self.min_tokens,
+            seed=(default_seed if self.seed is None else self.seed) % 2**64,
+            num_logprobs=self.logprobs,
+        )
+
+
+def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ParameterError(name, value, "must be an integer")
+    if value < low or (high is not None and value > high):
+        raise ParameterError(
+            name, value, f"must be at least {low}" if high is None else f"must be in [{low}, {high}]"
+        )
+
+
+def _check_float(
+    name: str, value: object, *, low: float, high: float = math.inf, exclude_low: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ParameterError(name, value, "must be a finite number")
+    if value < low or value > high or (exclude_low and value == low):
+        bounds = f"{'(' if exclude_low else '['}{low:g}, {'∞)' if high == math.inf else f'{high:g}]'}"
+        raise ParameterError(name, value, f"must be in {bounds}")
