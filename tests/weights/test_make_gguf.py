@@ -1,0 +1,55 @@
+import gguf
+import numpy as np
+import pytest
+
+from segue.models import build_program
+from segue.weights.gguf import load_gguf
+from tests.weights.make_gguf import tiny_llama
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
+def test_our_reader_sees_what_the_gguf_package_sees(tmp_path, kind):
+    path = tiny_llama(tmp_path / "tiny.gguf", tensor_type=kind, tied=False, rope_freqs=True, head_dim=32)
+    model = load_gguf(path)
+    package = gguf.GGUFReader(path)
+    assert model.path == str(path)
+    assert model.size_bytes == path.stat().st_size
+    assert model.architecture == "llama"
+    fields = {name: field for name, field in package.fields.items() if not name.startswith("GGUF.")}
+    assert list(model.metadata) == list(fields)
+    for name, field in fields.items():
+        assert model.metadata[name] == field.contents()
+    assert list(model.tensors) == [tensor.name for tensor in package.tensors]
+    for theirs in package.tensors:
+        ours = model.tensors[theirs.name]
+        assert ours.shape == tuple(reversed(theirs.shape.tolist()))
+        assert ours.type == theirs.tensor_type
+        assert ours.data.dtype == np.uint8
+        assert ours.data.tobytes() == theirs.data.tobytes()
+
+
+def test_seed_decides_the_weights(tmp_path):
+    first, again, other = (
+        tiny_llama(tmp_path / f"{i}.gguf", seed=seed).read_bytes() for i, seed in enumerate((0, 0, 1))
+    )
+    assert first == again
+    assert first != other
+
+
+def test_options_reach_the_program(tmp_path):
+    path = tiny_llama(
+        tmp_path / "tiny.gguf",
+        layers=3,
+        hidden=96,
+        heads=6,
+        kv_heads=3,
+        head_dim=32,
+        ffn=64,
+        vocab=400,
+        context=99,
+    )
+    program = build_program(load_gguf(path))
+    assert (program.num_layers, program.num_heads, program.num_kv_heads, program.head_dim) == (3, 6, 3, 32)
+    assert (program.vocab_size, program.max_model_len) == (400, 99)
+    assert program.widths["x"] == 96
+    assert program.widths["activated"] == 64
