@@ -25,13 +25,16 @@ constexpr double kWeightOne = 4294967296.0;
 constexpr float kBinsPerNat = 64.0f;
 constexpr size_t kNumBins = 23 * 64;
 
-// Below this e^x is taken for the least normal number.
+// Where exponents are clamped: a little above where e^x stops being a normal number.
 constexpr float kLowestExponent = -87.0f;
 
-// e^x for x ≤ 0, at least e^-87 (so also for -inf and NaN). Cephes' expf: 2^n · e^r with |r| ≤ ln(2)/2.
-inline float exp_clamped(float x) {
+// max(x, -87), and -87 for NaN.
+inline float clamp_exponent(float x) { return x > kLowestExponent ? x : kLowestExponent; }
+
+// e^x for x in [-87, 0]. Cephes' expf: 2^n · e^r with |r| ≤ ln(2)/2. To stay vectorisable it is called in loops of its
+// own, on exponents that are clamped already.
+inline float exp_of(float x) {
     constexpr float kRoundToInteger = 12582912.0f;  // 1.5 · 2^23: adding it leaves no room for a fraction
-    x = x > kLowestExponent ? x : kLowestExponent;
     const float n = (x * 1.44269504088896341f + kRoundToInteger) - kRoundToInteger;
     const float r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -244,11 +247,11 @@ void exponentiate(std::span<const float> x, float max, const SamplingSpec& spec,
                   std::span<float> relative) {
     const float temperature = std::min(spec.temperature, kMaxFloat);
     const float lowest = std::max(spec.min_p, static_cast<float>(1.0 / kWeightOne));
-    for (size_t i = 0; i < x.size(); ++i) {
-        const float exponent = (x[i] - max) / temperature;
-        const float e = exp_clamped(exponent);
-        exponents[i] = exponent;
-        relative[i] = e >= lowest ? e : 0.0f;
+    for (size_t start = 0; start < x.size(); start += kBlock) {
+        const size_t end = std::min(start + kBlock, x.size());
+        for (size_t i = start; i < end; ++i) exponents[i] = clamp_exponent((x[i] - max) / temperature);
+        for (size_t i = start; i < end; ++i) relative[i] = exp_of(exponents[i]);
+        for (size_t i = start; i < end; ++i) relative[i] = relative[i] >= lowest ? relative[i] : 0.0f;
     }
 }
 
@@ -311,12 +314,17 @@ std::vector<Ranked> most_likely(std::span<const float> logits, size_t count) {
 
 // ln Σ e^(x - max), in a fixed order of summation.
 double log_sum(std::span<const float> x, float max) {
+    float e[kBlock];
     double lanes[kLanes] = {};
-    size_t i = 0;
-    for (; i + kLanes <= x.size(); i += kLanes)
-        for (size_t j = 0; j < kLanes; ++j) lanes[j] += static_cast<double>(exp_clamped(x[i + j] - max));
+    for (size_t start = 0; start < x.size(); start += kBlock) {
+        const size_t count = std::min(kBlock, x.size() - start);
+        std::fill(e + count, e + kBlock, 0.0f);
+        for (size_t i = 0; i < count; ++i) e[i] = clamp_exponent(x[start + i] - max);
+        for (size_t i = 0; i < count; ++i) e[i] = exp_of(e[i]);
+        for (size_t i = 0; i < kBlock; i += kLanes)
+            for (size_t j = 0; j < kLanes; ++j) lanes[j] += static_cast<double>(e[i + j]);
+    }
     double sum = 0.0;
-    for (; i < x.size(); ++i) sum += static_cast<double>(exp_clamped(x[i] - max));
     for (const double lane : lanes) sum += lane;
     return std::log(sum);
 }
