@@ -1,0 +1,194 @@
+"""The tokenizer of a model file as checked values: knows nothing about how text is encoded."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import cast
+
+from segue.errors import ModelFileError
+from segue.tokens.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from segue.weights.model_file import ModelFile
+
+_KEYS = "tokenizer.ggml."
+_MODELS = ("gpt2",)
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+"""Tokens that end a turn by their name: files often name only the base model's end of text."""
+
+
+class TokenKind(IntEnum):
+    """What a token is, with GGUF's numbers (`tokenizer.ggml.token_type`)."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    """Structure, such as the end of a turn. Never made from text unless that is asked for."""
+    USER_DEFINED = 4
+    """Taken from text as a whole, before anything else."""
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Tokens, merges and the ids with a role. `tokens[i]` is the text of id i."""
+
+    tokens: Sequence[str]
+    ids: Mapping[str, int]
+    """The inverse of `tokens`."""
+    merges: Sequence[tuple[str, str]]
+    """Best first."""
+    pre_tokenizer: PreTokenizer
+    control_ids: frozenset[int]
+    user_defined_ids: frozenset[int]
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]
+    add_bos: bool
+    add_eos: bool
+    eos_token_id: int | None
+    chat_template: str | None
+
+
+def read_vocabulary(model: ModelFile) -> Vocabulary:
+    """The vocabulary of a model file. Raises ModelFileError when it is missing, damaged or of an unknown kind."""
+    fields = _Fields(model)
+    pre_tokenizer = _pre_tokenizer(fields)
+    tokens = fields.strings("tokens")
+    ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) != len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
+        raise fields.error("tokens", f"has the token {twice!r} twice")
+    _check_size(model, fields, len(tokens))
+    control, user_defined = _kinds(fields, tokens)
+    end_of_turn = {ids[token] for token in _END_OF_TURN if token in ids}
+    eos, eot, eom = (fields.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom"))
+    bos = fields.token_id("bos_token_id", len(tokens))
+    add_bos = fields.boolean("add_bos_token", default=pre_tokenizer.add_bos)
+    add_eos = fields.boolean("add_eos_token", default=False)
+    if add_bos and bos is None:
+        raise fields.error("add_bos_token", "is set, but there is no bos_token_id")
+    if add_eos and eos is None:
+        raise fields.error("add_eos_token", "is set, but there is no eos_token_id")
+    template = model.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelFileError(f"{model.path}: tokenizer.chat_template must be a string; the file is damaged")
+    return Vocabulary(
+        tokens=tokens,
+        ids=ids,
+        merges=_merges(fields),
+        pre_tokenizer=pre_tokenizer,
+        control_ids=frozenset(control | end_of_turn),
+        user_defined_ids=frozenset(user_defined - end_of_turn),
+        bos_token_id=bos,
+        eos_token_ids=frozenset(end_of_turn | {i for i in (eos, eot, eom) if i is not None}),
+        add_bos=add_bos,
+        add_eos=add_eos,
+        eos_token_id=eos,
+        chat_template=template,
+    )
+
+
+def _pre_tokenizer(fields: "_Fields") -> PreTokenizer:
+    kind = fields.string("model")
+    if kind not in _MODELS:
+        raise fields.error("model", f"{kind!r} is not known; known are {', '.join(_MODELS)}")
+    name = fields.string("pre")
+    if name not in PRE_TOKENIZERS:
+        raise fields.error("pre", f"{name!r} is not known; known are {', '.join(PRE_TOKENIZERS)}")
+    return PRE_TOKENIZERS[name]
+
+
+def _check_size(model: ModelFile, fields: "_Fields", num_tokens: int) -> None:
+    if num_tokens == 0:
+        raise fields.error("tokens", "is empty")
+    stated = model.metadata.get(f"{model.architecture}.vocab_size", num_tokens)
+    if stated != num_tokens:
+        raise fields.error(
+            "tokens", f"has {num_tokens} tokens, {model.architecture}.vocab_size says {stated}"
+        )
+    embedding = model.tensors.get("token_embd.weight")
+    if embedding is not None and embedding.shape[0] != num_tokens:
+        raise fields.error("tokens", f"has {num_tokens} tokens, the embedding {embedding.shape[0]} rows")
+
+
+def _kinds(fields: "_Fields", tokens: Sequence[str]) -> tuple[set[int], set[int]]:
+    """The ids of control tokens and of user-defined ones."""
+    kinds = fields.integers("token_type", default=[TokenKind.NORMAL] * len(tokens))
+    if len(kinds) != len(tokens):
+        raise fields.error("token_type", f"has {len(kinds)} values for {len(tokens)} tokens")
+    present = set(kinds)
+    if not present <= set(TokenKind):
+        raise fields.error("token_type", f"has the unknown value {min(present - set(TokenKind))}")
+    control: set[int] = set()
+    user_defined: set[int] = set()
+    for i, kind in enumerate(kinds):
+        if kind == TokenKind.NORMAL:
+            continue
+        if kind in (TokenKind.CONTROL, TokenKind.UNKNOWN):
+            control.add(i)
+        elif kind == TokenKind.USER_DEFINED:
+            user_defined.add(i)
+        else:
+            continue
+        if not tokens[i]:
+            raise fields.error("tokens", f"has no text for the special token {i}")
+    return control, user_defined
+
+
+def _merges(fields: "_Fields") -> list[tuple[str, str]]:
+    """Pairs, best first; of a pair that is there twice, the first counts."""
+    pairs = list(dict.fromkeys(tuple(merge.split(" ")) for merge in fields.strings("merges")))
+    for pair in pairs:
+        if len(pair) != 2 or not pair[0] or not pair[1]:
+            raise fields.error(
+                "merges", f"has {' '.join(pair)!r}, which is not two tokens with a space between"
+            )
+    return cast(list[tuple[str, str]], pairs)
+
+
+class _Fields:
+    """Typed access to the metadata `tokenizer.ggml.*`."""
+
+    def __init__(self, model: ModelFile) -> None:
+        self._path = model.path
+        self._metadata = model.metadata
+
+    def error(self, name: str, what: str) -> ModelFileError:
+        return ModelFileError(f"{self._path}: {_KEYS}{name} {what}; use another model file")
+
+    def string(self, name: str) -> str:
+        value = self._metadata.get(_KEYS + name)
+        if value is None:
+            raise self.error(name, "is missing")
+        if not isinstance(value, str):
+            raise self.error(name, "must be a string")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        value = self._metadata.get(_KEYS + name)
+        if value is None:
+            raise self.error(name, "is missing")
+        if not isinstance(value, list) or set(map(type, value)) - {str}:
+            raise self.error(name, "must be a list of strings")
+        return value
+
+    def integers(self, name: str, *, default: list[int]) -> list[int]:
+        value = self._metadata.get(_KEYS + name, default)
+        if not isinstance(value, list) or set(map(type, value)) - {int, TokenKind}:
+            raise self.error(name, "must be a list of integers")
+        return value
+
+    def boolean(self, name: str, *, default: bool) -> bool:
+        value = self._metadata.get(_KEYS + name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false")
+        return value
+
+    def token_id(self, name: str, num_tokens: int) -> int | None:
+        value = self._metadata.get(_KEYS + name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(name, "must be an integer")
+        if not 0 <= value < num_tokens:
+            raise self.error(name, f"is {value}, no id of the {num_tokens} tokens")
+        return value
