@@ -1,0 +1,203 @@
+"""How a user says what to run and how: `EngineArgs`, resolved once into an engine with a model.
+
+model name ──resolve──▶ file ──▶ ModelFile ──▶ Program ──▶ Executor ──▶ Engine
+                                    └────────▶ Tokenizer ──────────┘ (ids that end an answer)
+"""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, assert_never, get_args
+
+import msgspec
+
+from segue.engine.config import EngineConfig, SchedulingPolicy, SpeculativeConfig
+from segue.errors import CapacityError, ParameterError
+
+if TYPE_CHECKING:
+    from segue.engine.engine import Engine
+    from segue.models.program import Program
+    from segue.runtime.contract import Executor
+    from segue.tokens import Tokenizer
+    from segue.weights.model_file import ModelFile
+
+KVCacheDtype = Literal["auto", "f16", "f32"]
+RuntimeName = Literal["native", "reference"]
+
+DEFAULT_MAX_MODEL_LEN = 8192
+KV_SEQUENCES = 4
+"""By default the KV cache holds this many sequences of full length."""
+KV_MEMORY_SHARE = 0.25
+"""... but takes no more than this share of the memory that is free."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """`EngineArgs` without the model, as keywords of `LLM`."""
+
+    threads: int | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_kv_blocks: int | None
+    enable_prefix_caching: bool
+    async_scheduling: bool
+    speculative_config: SpeculativeConfig | dict[str, object] | None
+    scheduling_policy: SchedulingPolicy
+    seed: int
+    kv_cache_dtype: KVCacheDtype
+    runtime: RuntimeName
+
+
+class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run and how; vLLM's names. A bad value raises `ParameterError` here or in `build`."""
+
+    model: str
+    """An alias such as "smollm2", or the path of a GGUF file."""
+    threads: int | None = None
+    """None: all the CPUs that the process may use."""
+    max_model_len: int | None = None
+    """The longest a request may become, in tokens. None: the model's, at most 8,192."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    """None: room for `min(4, max_num_seqs)` requests of `max_model_len`, but no more than a quarter of the
+    free memory, and no less than one such request."""
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = False
+    """Plan a step while the one before it runs."""
+    speculative_config: SpeculativeConfig | dict[str, object] | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    seed: int = 0
+    """For requests that bring none."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """auto: f16 with the native runtime, f32 with the reference runtime."""
+    runtime: RuntimeName = "native"
+    """reference: NumPy, f32, slow; to check the native one."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            _check_positive("threads", self.threads)
+        if self.max_model_len is not None:
+            _check_positive("max_model_len", self.max_model_len)
+        if self.num_kv_blocks is not None:
+            _check_positive("num_kv_blocks", self.num_kv_blocks)
+        _check_positive("block_size", self.block_size)
+        _check_positive("max_num_seqs", self.max_num_seqs)
+        _check_one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
+        _check_one_of("runtime", self.runtime, get_args(RuntimeName))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ParameterError("seed", self.seed, "must be an integer")
+        if self.runtime == "reference" and self.kv_cache_dtype == "f16":
+            raise ParameterError("kv_cache_dtype", "f16", "the reference runtime has f32 only")
+        SpeculativeConfig.of(self.speculative_config)
+
+    @classmethod
+    def of(cls, model: str | Path, options: EngineOptions) -> "EngineArgs":
+        """Raises ParameterError for an option that does not exist."""
+        for name in options:
+            if name not in cls.__struct_fields__:
+                known = ", ".join(field for field in cls.__struct_fields__ if field != "model")
+                raise ParameterError(name, options.get(name), f"no such option; known are {known}")
+        return cls(model=str(model), **options)
+
+    def build(self) -> "LoadedModel":
+        """Loads the model and makes its engine. Raises ModelFileError, ParameterError, CapacityError."""
+        from segue.engine.engine import Engine
+        from segue.hub import resolve_model
+        from segue.models import build_program
+        from segue.runtime.runtime import LocalRuntime
+        from segue.tokens import Tokenizer
+        from segue.weights.gguf import load_gguf
+
+        file = load_gguf(resolve_model(self.model))
+        tokenizer = Tokenizer.from_model(file)
+        executor = self._build_executor(build_program(file), file)
+        config = self._engine_config(executor, tokenizer)
+        engine = Engine(LocalRuntime(executor), config)
+        return LoadedModel(engine, tokenizer, config, file)
+
+    def _build_executor(self, program: "Program", file: "ModelFile") -> "Executor":
+        match self.runtime:
+            case "native":
+                from segue.runtime.native import NativeExecutor
+
+                kv_dtype = "f16" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+                return NativeExecutor(program, file, threads=self.threads, kv_dtype=kv_dtype)
+            case "reference":
+                from segue.runtime.reference import ReferenceExecutor
+
+                return ReferenceExecutor(program, file)
+            case _:
+                assert_never(self.runtime)
+
+    def _engine_config(self, executor: "Executor", tokenizer: "Tokenizer") -> EngineConfig:
+        longest = executor.max_model_len
+        max_model_len = self.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
+        if max_model_len > longest:
+            raise ParameterError(
+                "max_model_len", max_model_len, f"the model was made for at most {longest} tokens"
+            )
+        return EngineConfig(
+            max_model_len=max_model_len,
+            num_kv_blocks=self.num_kv_blocks
+            or self._fit_kv_blocks(max_model_len, executor.kv_bytes_per_token),
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+            async_depth=2 if self.async_scheduling else 1,
+            scheduling_policy=self.scheduling_policy,
+            speculative=SpeculativeConfig.of(self.speculative_config),
+            eos_token_ids=tokenizer.eos_token_ids,
+            seed=self.seed,
+        )
+
+    def _fit_kv_blocks(self, max_model_len: int, kv_bytes_per_token: int) -> int:
+        """The rule of `num_kv_blocks`."""
+        one_request = -(-max_model_len // self.block_size)
+        wanted = one_request * min(KV_SEQUENCES, self.max_num_seqs)
+        block_bytes = kv_bytes_per_token * self.block_size
+        free_bytes = free_memory_bytes()
+        needed_bytes = one_request * block_bytes
+        if needed_bytes > free_bytes:
+            raise CapacityError(
+                f"one request of max_model_len={max_model_len} needs {needed_bytes / 1e6:,.0f} MB of KV cache, "
+                f"{free_bytes / 1e6:,.0f} MB of memory are free: lower max_model_len"
+            )
+        return max(one_request, min(wanted, int(KV_MEMORY_SHARE * free_bytes) // block_bytes))
+
+
+class LoadedModel(msgspec.Struct, frozen=True):
+    """An engine, and what the text side needs of its model."""
+
+    engine: "Engine"
+    tokenizer: "Tokenizer"
+    config: EngineConfig
+    file: "ModelFile"
+
+
+def free_memory_bytes() -> int:
+    """Memory that the process may still take: the machine's, or its control group's if that is less."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text(), (group / "memory.current").read_text()
+    except OSError:
+        return free
+    return free if limit.strip() == "max" else min(free, max(0, int(limit) - int(used)))
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ParameterError(name, value, "must be a positive integer")
+
+
+def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ParameterError(name, value, f"unknown; known are {', '.join(known)}")
