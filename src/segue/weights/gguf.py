@@ -4,7 +4,8 @@ The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
     "GGUF" | version u32 | tensor count u64 | key count u64
     for each key:     key string | value type u32 | value
-    for each tensor:  name string | dimension count u32 | dimensions u64…, innermost first | type u32 | offset u64
+    for each tensor:  name string | dimension count u32 | dimensions u64…, innermost first
+                      | type u32 | offset u64
     padding to `general.alignment`
     tensor data; each offset counts from here
 
