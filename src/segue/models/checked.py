@@ -3,7 +3,7 @@
 import math
 
 from segue.errors import ModelFileError
-from segue.weights.display import show_name, show_path
+from segue.weights.display import show_name, show_path, show_value
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 
 FLOATS = (TensorType.F32, TensorType.F16, TensorType.BF16)
@@ -48,6 +48,11 @@ class CheckedModel:
         if not isinstance(value, str):
             raise self.error(f"{key} is not a string")
         return value
+
+    def only(self, key: str, supported: tuple[object, ...]) -> None:
+        """Refuse a value that is not one of these; a missing key is fine."""
+        if self.has_value(key) and self.value(key) not in supported:
+            raise self.error(f"{key}={show_value(self.value(key))} is not supported")
 
     def _required(self, key: str, default: object | None) -> object:
         value = self._model.metadata.get(key, default)

@@ -13,6 +13,7 @@ import numpy as np
 
 from segue.models.checked import CheckedModel
 from segue.models.program import Attention, Embed, Linear, Logits, Op, Program, RMSNorm, SiluMul
+from segue.weights.display import show_name
 from segue.weights.model_file import ModelFile, TensorType
 
 _MAX_COUNT = 2**31 - 1
@@ -61,8 +62,7 @@ def build(model: ModelFile) -> Program:
     """Raises ModelFileError when the file cannot be computed exactly as it says."""
     checked = CheckedModel(model)
     for key, neutral in _NEUTRAL.items():
-        if checked.has_value(key) and checked.value(key) not in neutral:
-            raise checked.error(f"{key}={checked.value(key)!r} is not supported")
+        checked.only(key, neutral)
     sizes = _sizes(checked)
     rope_dim = checked.integer(
         "llama.rope.dimension_count", low=2, high=sizes.head_dim, default=sizes.head_dim
@@ -205,7 +205,9 @@ def _linear_rope_scaling(checked: CheckedModel) -> float:
     if kind == "none":
         return 1.0
     if kind != "linear":
-        raise checked.error(f"llama.rope.scaling.type={kind!r} is not supported; known: none, linear")
+        raise checked.error(
+            f"llama.rope.scaling.type={show_name(kind)} is not supported; known: none, linear"
+        )
     if checked.value("llama.rope.scaling.factor") == 0.0:
         return 1.0  # GGUF writers use 0 for "not scaled".
     return checked.positive("llama.rope.scaling.factor", default=1.0)

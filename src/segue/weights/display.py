@@ -1,6 +1,7 @@
 """How names that come from outside are shown in one-line messages."""
 
 import os
+import reprlib
 
 _LONGEST_NAME = 60
 
@@ -14,3 +15,8 @@ def show_path(path: str | os.PathLike[str]) -> str:
 def show_name(name: str) -> str:
     """A key or tensor name from a file, quoted, escaped and cut to a reasonable length."""
     return repr(name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 1] + "…")
+
+
+def show_value(value: object) -> str:
+    """A metadata value, cut to a reasonable length."""
+    return reprlib.repr(value)

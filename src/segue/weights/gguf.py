@@ -220,6 +220,8 @@ class _Parser:
         metadata: dict[str, object] = {}
         for index in range(num_entries):
             key = self._string(f"metadata key {index}")
+            if not key:
+                raise self._damaged(f"metadata key {index} is empty")
             if key in metadata:
                 raise self._damaged(f"the key {show_name(key)} is there twice")
             metadata[key] = self._value(key)
