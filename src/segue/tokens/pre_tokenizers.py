@@ -1,8 +1,8 @@
 """Pre-tokenizers: how a text is cut before BPE, by the name that GGUF files give (`tokenizer.ggml.pre`).
 
-Each is a list of regular expressions, applied one after the other to the pieces that the one before left; what an
-expression does not match stays a piece of its own. The expressions are those of the models' own tokenizers, in the
-form that llama.cpp uses, whose token ids are the reference.
+Each is a list of regular expressions, applied one after the other to the pieces that the one before left;
+what an expression does not match stays a piece of its own. The expressions are those of the models' own
+tokenizers, in the form that llama.cpp uses, whose token ids are the reference.
 """
 
 from dataclasses import dataclass

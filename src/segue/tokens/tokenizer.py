@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Self
 from segue.errors import ModelFileError, ParameterError
 from segue.tokens.byte_level import token_to_bytes
 from segue.tokens.vocabulary import Vocabulary, read_vocabulary
+from segue.weights.display import show_path
 from segue.weights.model_file import ModelFile
 
 if TYPE_CHECKING:
@@ -29,14 +30,14 @@ class Tokenizer:
         try:
             return cls(vocabulary)
         except _MergeError as error:
-            raise ModelFileError(f"{model.path}: {error}; use another model file") from None
+            raise ModelFileError(f"{show_path(model.path)}: {error}; use another model file") from None
 
     def encode(
         self, text: str, *, parse_special: bool = False, add_special_tokens: bool = False
     ) -> list[int]:
         """The token ids of a text.
 
-        `parse_special`: control tokens written in the text become those tokens; otherwise they stay plain text.
+        `parse_special`: control tokens written in the text become those tokens; otherwise they stay text.
         `add_special_tokens`: BOS and EOS where the model wants them.
         Bytes that the vocabulary has no token for are left out. Raises ParameterError for a text that is not
         Unicode (a lone surrogate).
@@ -57,7 +58,7 @@ class Tokenizer:
         return ids
 
     def split_special(self, text: str, *, control: bool) -> list[str | int]:
-        """The text cut at tokens that are taken as a whole: user-defined ones, and control tokens if asked for.
+        """The text cut at tokens that are taken whole: user-defined ones, and control tokens if asked for.
 
         Longer tokens are found first, each from left to right, as llama.cpp does it.
         """
@@ -68,12 +69,15 @@ class Tokenizer:
         return pieces
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD. Raises ParameterError for an unknown id."""
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD.
+
+        Raises ParameterError for an unknown id.
+        """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return b"".join([self.token_bytes(i) for i in ids if i not in skipped]).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for; it may be part of a character. Raises ParameterError for an unknown id."""
+        """What one token stands for, maybe part of a character. Raises ParameterError for an unknown id."""
         if not 0 <= token_id < len(self._bytes):
             raise ParameterError("token_id", token_id, f"is no token id; the model has {len(self._bytes)}")
         known = self._bytes[token_id]
@@ -144,8 +148,8 @@ def _build_bpe(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
-    # A byte without a token must not let its neighbours merge across it, so it becomes a token of its own, one
-    # past the vocabulary, which `encode` leaves out. Two spaces are in no byte-level token.
+    # A byte without a token must not let its neighbours merge across it, so it becomes a token of its own,
+    # one past the vocabulary, which `encode` leaves out. Two spaces are in no byte-level token.
     unknown = "  "
     while unknown in vocabulary.ids:
         unknown += " "

@@ -7,6 +7,7 @@ from typing import cast
 
 from segue.errors import ModelFileError
 from segue.tokens.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from segue.weights.display import show_name, show_path
 from segue.weights.model_file import ModelFile
 
 _KEYS = "tokenizer.ggml."
@@ -49,14 +50,14 @@ class Vocabulary:
 
 
 def read_vocabulary(model: ModelFile) -> Vocabulary:
-    """The vocabulary of a model file. Raises ModelFileError when it is missing, damaged or of an unknown kind."""
+    """The vocabulary of a model file. Raises ModelFileError when it is damaged or of an unknown kind."""
     fields = _Fields(model)
     pre_tokenizer = _pre_tokenizer(fields)
     tokens = fields.strings("tokens")
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
-        raise fields.error("tokens", f"has the token {twice!r} twice")
+        raise fields.error("tokens", f"has the token {show_name(twice)} twice")
     _check_size(model, fields, len(tokens))
     control, user_defined = _kinds(fields, tokens)
     end_of_turn = {ids[token] for token in _END_OF_TURN if token in ids}
@@ -70,7 +71,7 @@ def read_vocabulary(model: ModelFile) -> Vocabulary:
         raise fields.error("add_eos_token", "is set, but there is no eos_token_id")
     template = model.metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
-        raise ModelFileError(f"{model.path}: tokenizer.chat_template must be a string; the file is damaged")
+        raise fields.error("chat_template", "must be a string", prefix="tokenizer.")
     return Vocabulary(
         tokens=tokens,
         ids=ids,
@@ -90,10 +91,10 @@ def read_vocabulary(model: ModelFile) -> Vocabulary:
 def _pre_tokenizer(fields: "_Fields") -> PreTokenizer:
     kind = fields.string("model")
     if kind not in _MODELS:
-        raise fields.error("model", f"{kind!r} is not known; known are {', '.join(_MODELS)}")
+        raise fields.error("model", f"{show_name(kind)} is not known; known are {', '.join(_MODELS)}")
     name = fields.string("pre")
     if name not in PRE_TOKENIZERS:
-        raise fields.error("pre", f"{name!r} is not known; known are {', '.join(PRE_TOKENIZERS)}")
+        raise fields.error("pre", f"{show_name(name)} is not known; known are {', '.join(PRE_TOKENIZERS)}")
     return PRE_TOKENIZERS[name]
 
 
@@ -102,9 +103,8 @@ def _check_size(model: ModelFile, fields: "_Fields", num_tokens: int) -> None:
         raise fields.error("tokens", "is empty")
     stated = model.metadata.get(f"{model.architecture}.vocab_size", num_tokens)
     if stated != num_tokens:
-        raise fields.error(
-            "tokens", f"has {num_tokens} tokens, {model.architecture}.vocab_size says {stated}"
-        )
+        what = f"has {num_tokens} tokens, {model.architecture}.vocab_size says {show_name(str(stated))}"
+        raise fields.error("tokens", what)
     embedding = model.tensors.get("token_embd.weight")
     if embedding is not None and embedding.shape[0] != num_tokens:
         raise fields.error("tokens", f"has {num_tokens} tokens, the embedding {embedding.shape[0]} rows")
@@ -140,7 +140,7 @@ def _merges(fields: "_Fields") -> list[tuple[str, str]]:
     for pair in pairs:
         if len(pair) != 2 or not pair[0] or not pair[1]:
             raise fields.error(
-                "merges", f"has {' '.join(pair)!r}, which is not two tokens with a space between"
+                "merges", f"has {show_name(' '.join(pair))}, not two tokens and a space between"
             )
     return cast(list[tuple[str, str]], pairs)
 
@@ -152,8 +152,8 @@ class _Fields:
         self._path = model.path
         self._metadata = model.metadata
 
-    def error(self, name: str, what: str) -> ModelFileError:
-        return ModelFileError(f"{self._path}: {_KEYS}{name} {what}; use another model file")
+    def error(self, name: str, what: str, *, prefix: str = _KEYS) -> ModelFileError:
+        return ModelFileError(f"{show_path(self._path)}: {prefix}{name} {what}; use another model file")
 
     def string(self, name: str) -> str:
         value = self._metadata.get(_KEYS + name)

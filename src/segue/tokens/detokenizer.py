@@ -1,0 +1,94 @@
+"""Token ids to text while they arrive: only what no later token can change is shown."""
+
+import codecs
+from collections.abc import Sequence
+
+from segue.tokens.stop import StopMatch, StopMatcher
+from segue.tokens.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one answer, piece by piece.
+
+    What the `push`es and `finish` return, joined, is `tokenizer.decode` of all the ids, or what of it comes
+    before the first stop string. How the ids are split over pushes changes nothing. Held back meanwhile: the
+    bytes of a character that is not complete, and text that may become a stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._matcher = StopMatcher(stop) if stop else None
+        self._include_stop = include_stop
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        """Text that may become a stop string."""
+        self._num_returned = 0
+        self._num_tokens = 0
+        self._match: StopMatch | None = None
+        self._num_tokens_at_stop: int | None = None
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the text: the first to be complete; of several at once, the longest."""
+        return None if self._match is None else self._match.stop
+
+    @property
+    def num_tokens_at_stop(self) -> int | None:
+        """How many of the pushed tokens make up the text through the stop string."""
+        return self._num_tokens_at_stop
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became safe to show; empty after a stop. Raises ParameterError for an unknown id."""
+        if self._match is not None:
+            return ""
+        if self._matcher is None:
+            self._num_tokens += len(token_ids)
+            return self._utf8.decode(b"".join([self._bytes(i) for i in token_ids]))
+        return "".join([self._advance(self._bytes(token_id), self._matcher) for token_id in token_ids])
+
+    def finish(self) -> str:
+        """What was held back; an incomplete character becomes U+FFFD. Nothing may be pushed after it."""
+        rest = self._utf8.decode(b"", final=True)
+        if self._matcher is None:
+            return rest
+        shown = self._advance_text(rest, self._matcher)
+        if self._match is not None:
+            return shown
+        held, self._held = self._held, ""
+        return shown + held
+
+    def _bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
+
+    def _advance(self, token: bytes, matcher: StopMatcher) -> str:
+        """One more token."""
+        if self._match is not None:
+            return ""
+        self._num_tokens += 1
+        return self._advance_text(self._utf8.decode(token), matcher)
+
+    def _advance_text(self, text: str, matcher: StopMatcher) -> str:
+        if self._match is not None or not text:
+            return ""
+        self._match = matcher.feed(text)
+        self._held += text
+        if self._match is None:
+            return self._release(len(self._held) - matcher.num_held)
+        self._num_tokens_at_stop = self._num_tokens
+        end = self._match.end if self._include_stop else self._match.start
+        shown = self._release(end - self._num_returned)
+        self._held = ""
+        return shown
+
+    def _release(self, num_chars: int) -> str:
+        shown, self._held = self._held[:num_chars], self._held[num_chars:]
+        self._num_returned += num_chars
+        return shown
