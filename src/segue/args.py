@@ -162,8 +162,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         needed_bytes = one_request * block_bytes
         if needed_bytes > free_bytes:
             raise CapacityError(
-                f"one request of max_model_len={max_model_len} needs {needed_bytes / 1e6:,.0f} MB of KV cache, "
-                f"{free_bytes / 1e6:,.0f} MB of memory are free: lower max_model_len"
+                f"one request of max_model_len={max_model_len} needs {needed_bytes / 1e6:,.0f} MB of KV "
+                f"cache, {free_bytes / 1e6:,.0f} MB of memory are free: lower max_model_len"
             )
         return max(one_request, min(wanted, int(KV_MEMORY_SHARE * free_bytes) // block_bytes))
 

@@ -46,8 +46,14 @@ class LLM:
     The options are those of `EngineArgs`. Raises ModelFileError, ParameterError or CapacityError.
     """
 
-    def __init__(self, model: str | Path, **options: Unpack[EngineOptions]) -> None:
-        loaded = EngineArgs.of(model, options).build()
+    def __init__(self, model: str | Path | EngineArgs, **options: Unpack[EngineOptions]) -> None:
+        """`model` is an alias such as "smollm2", the path of a GGUF file, or all arguments together."""
+        if isinstance(model, EngineArgs):
+            assert not options, "EngineArgs has all the options"
+            args = model
+        else:
+            args = EngineArgs.of(model, options)
+        loaded = args.build()
         self.config = loaded.config
         self._engine = loaded.engine
         self._tokenizer = loaded.tokenizer

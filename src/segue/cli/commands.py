@@ -1,0 +1,274 @@
+"""The commands and their flags. What a command does is in the module of its name, imported when it runs."""
+
+from typing import Annotated
+
+import typer
+
+from segue.args import KVCacheDtype, RuntimeName
+from segue.errors import UsageError
+
+_MODEL_HELP = 'A model: "smollm2", or the path of a GGUF file.'
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", show_default=False, help=_MODEL_HELP)]
+
+MaxTokens = Annotated[int, typer.Option(help="The longest answer, in tokens.")]
+MinTokens = Annotated[int, typer.Option(help="The answer does not end before this many tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the most likely token.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that make up this probability.")]
+TopK = Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0: from all.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the likeliest.")]
+PresencePenalty = Annotated[float, typer.Option(help="Against tokens that the answer already has.")]
+FrequencyPenalty = Annotated[float, typer.Option(help="Against tokens, by how often the answer has them.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Against tokens of prompt and answer; 1: none.")]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ID=BIAS", show_default=False, help="Add to a token's logit. May be repeated."),
+]
+Seed = Annotated[int, typer.Option(help="Of the draws: the same seed, the same answer.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", show_default=False, help="End the answer before this text. May be repeated."
+    ),
+]
+StopTokenId = Annotated[
+    list[int] | None,
+    typer.Option(metavar="ID", show_default=False, help="End the answer at this token. May be repeated."),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end of sequence.")]
+Logprobs = Annotated[
+    int | None, typer.Option(show_default=False, help="With --json: this many alternatives for each token.")
+]
+PromptLogprobs = Annotated[
+    int | None, typer.Option(show_default=False, help="With --json: this many for each prompt token.")
+]
+IncludeStop = Annotated[bool, typer.Option("--include-stop", help="Keep the stop text in the answer.")]
+KeepSpecial = Annotated[bool, typer.Option("--keep-special", help="Show special tokens.")]
+
+Threads = Annotated[
+    int | None,
+    typer.Option(show_default="all CPUs", help="How many threads compute. Never changes the answer."),
+]
+MaxModelLen = Annotated[
+    int | None, typer.Option(show_default="the model's", help="The longest prompt and answer, in tokens.")
+]
+KVDtype = Annotated[KVCacheDtype, typer.Option("--kv-cache-dtype", help="How keys and values are kept.")]
+Runtime = Annotated[RuntimeName, typer.Option(help="reference: NumPy, slow; to check the native one.")]
+SpeculativeConfig = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        show_default=False,
+        help='For example {"method": "ngram", "num_speculative_tokens": 4}. Never changes the answer.',
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+app = typer.Typer(
+    name="segue",
+    help="Runs language models for live sessions. The schedule never changes an answer.",
+    epilog='\b\nStart with:\n  segue pull smollm2\n  segue run smollm2 "What is a fugue?"',
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Carries out one command line. Returns the exit code; a wrong one is a UsageError."""
+    try:
+        code: object = app(arguments, prog_name="segue", standalone_mode=False)
+    except typer.TyperException as error:
+        raise UsageError(f"{error.format_message().rstrip('.')}: see segue --help") from error
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    return code if isinstance(code, int) else 0
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    if version:
+        from segue import __version__
+
+        print(f"segue {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command(
+    epilog="\b\nExamples:\n"
+    '  segue run smollm2 "What is a fugue?"\n'
+    '  segue run smollm2 --raw "Once upon a time" -n 2 --temperature 0.8\n'
+    "  segue run smollm2 --json --logprobs 3 - < question.txt"
+)
+def run(
+    model: Model,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT|-]", show_default=False, help="The question; - reads it from stdin."),
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt, without the chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", show_default=False, help="What the model is told first.")
+    ] = None,
+    n: Annotated[int, typer.Option("-n", help="How many answers.")] = 1,
+    max_tokens: MaxTokens = 512,
+    min_tokens: MinTokens = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    logit_bias: LogitBias = None,
+    seed: Seed = 0,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
+    logprobs: Logprobs = None,
+    prompt_logprobs: PromptLogprobs = None,
+    include_stop: IncludeStop = False,
+    keep_special: KeepSpecial = False,
+    threads: Threads = None,
+    max_model_len: MaxModelLen = None,
+    kv_cache_dtype: KVDtype = "auto",
+    runtime: Runtime = "native",
+    speculative_config: SpeculativeConfig = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No statistics on stderr.")] = False,
+) -> None:
+    """Answer one question, as it comes."""
+    from segue.args import EngineArgs
+    from segue.cli import run as command
+    from segue.cli.parse import parse_logit_bias, parse_object
+    from segue.sample.params import SamplingParams
+
+    params = SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=parse_logit_bias(logit_bias),
+        seed=seed,
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        include_stop_str_in_output=include_stop,
+        skip_special_tokens=not keep_special,
+    )
+    args = EngineArgs(
+        model=model,
+        threads=threads,
+        max_model_len=max_model_len,
+        max_num_seqs=n,
+        kv_cache_dtype=kv_cache_dtype,
+        runtime=runtime,
+        speculative_config=parse_object("speculative_config", speculative_config),
+    )
+    command.run(args, prompt, params, raw=raw, system=system, as_json=as_json, quiet=quiet)
+
+
+@app.command(epilog="Ctrl-C stops an answer, Ctrl-D ends. /help shows the commands.")
+def chat(
+    model: Model,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", show_default=False, help="What the model is told first.")
+    ] = None,
+    max_tokens: MaxTokens = 1024,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
+    threads: Threads = None,
+    max_model_len: MaxModelLen = None,
+    kv_cache_dtype: KVDtype = "auto",
+    speculative_config: SpeculativeConfig = None,
+) -> None:
+    """Talk with a model in the terminal."""
+    from segue.args import EngineArgs
+    from segue.cli import chat as command
+    from segue.cli.parse import parse_object
+    from segue.sample.params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    args = EngineArgs(
+        model=model,
+        threads=threads,
+        max_model_len=max_model_len,
+        max_num_seqs=1,
+        kv_cache_dtype=kv_cache_dtype,
+        speculative_config=parse_object("speculative_config", speculative_config),
+    )
+    command.chat(args, params, system=system)
+
+
+@app.command()
+def inspect(
+    file: Annotated[str, typer.Argument(metavar="FILE", show_default=False, help=_MODEL_HELP)],
+    as_json: AsJson = False,
+) -> None:
+    """Show what a model file holds: metadata and tensors."""
+    from segue.cli import inspect as command
+
+    command.inspect(file, as_json=as_json)
+
+
+@app.command(epilog="Example:  segue bench smollm2 --threads 2 --json")
+def bench(
+    model: Model,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of the prompt that is prefilled.")] = 512,
+    decode_len: Annotated[int, typer.Option(min=2, help="Tokens that each sequence decodes.")] = 64,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences that are decoded together.")] = 32,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs of each measurement.")] = 5,
+    threads: Threads = None,
+    kv_cache_dtype: KVDtype = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure prefill, and decoding alone and together."""
+    from segue.args import EngineArgs
+    from segue.cli import bench as command
+
+    args = EngineArgs(
+        model=model,
+        threads=threads,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(512, prompt_len, sequences),
+        kv_cache_dtype=kv_cache_dtype,
+        enable_prefix_caching=False,
+    )
+    workload = command.Workload(prompt_len=prompt_len, decode_len=decode_len, sequences=sequences)
+    command.bench(args, workload, repeat=repeat, as_json=as_json)
+
+
+@app.command(epilog="Example:  segue pull smollm2")
+def pull(
+    alias: Annotated[str, typer.Argument(metavar="ALIAS", show_default=False, help='For example "smollm2".')],
+) -> None:
+    """Download a model into the cache, and print where it is."""
+    from segue.cli import pull as command
+
+    command.pull(alias)

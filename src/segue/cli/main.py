@@ -1,0 +1,77 @@
+"""The `segue` command. This module stays light: a command's own imports happen when it runs.
+
+    exit code 0    done
+              1    the request was right and could not be carried out
+              2    the command line, a file or a parameter is wrong
+            130    Ctrl-C
+            141    the reader of stdout went away
+
+An error is one line on stderr. SEGUE_DEBUG=1 shows where it came from as well.
+"""
+
+import os
+import sys
+import time
+
+START_S = time.perf_counter()
+"""When the command began, for "time to first token"."""
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
+
+
+def main() -> None:
+    """The entry point."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: list[str]) -> int:
+    """Carries out one command line. Returns its exit code; raises nothing."""
+    try:
+        if arguments == ["--version"]:
+            from segue import __version__
+
+            print(f"segue {__version__}")
+            code = 0
+        else:
+            from segue.cli.commands import dispatch
+
+            code = dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # What is still buffered has no reader: without this the interpreter would complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_CLOSED_PIPE
+    except Exception as error:
+        return _report(error)
+
+
+def _report(error: Exception) -> int:
+    """One line for the user. Returns the exit code."""
+    from segue.errors import SegueError
+
+    if isinstance(error, SegueError):
+        message, code = str(error), error.exit_code
+    elif isinstance(error, MemoryError):
+        message, code = "out of memory: lower --max-model-len or close other programs", EXIT_FAILED
+    elif isinstance(error, OSError):
+        message, code = str(error), EXIT_FAILED
+    else:
+        message, code = (
+            f"internal error: {type(error).__name__}: {error} (SEGUE_DEBUG=1 shows where)",
+            EXIT_FAILED,
+        )
+    if os.environ.get("SEGUE_DEBUG") == "1":
+        import traceback
+
+        traceback.print_exception(error)
+    print(f"segue: error: {one_line(message)}", file=sys.stderr)
+    return code
+
+
+def one_line(message: str) -> str:
+    """The message without line breaks and without characters that steer a terminal."""
+    joined = " ".join(message.split())
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in joined)

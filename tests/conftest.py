@@ -1,0 +1,33 @@
+"""Fixtures of the whole suite."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from segue import hub
+from segue.errors import DownloadError
+from segue.llm import LLM
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1; fetched into the cache folder (SEGUE_HOME) if it is not there.
+
+    A failed download fails the tests that need the model, unless SEGUE_TEST_OFFLINE=1 says that there is
+    no network: then they are skipped.
+    """
+    try:
+        return hub.pull("smollm2")
+    except DownloadError as error:
+        if os.environ.get("SEGUE_TEST_OFFLINE") == "1":
+            pytest.skip(f"SEGUE_TEST_OFFLINE=1 and the model is not in {hub.cache_dir()}: {error}")
+        raise
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Iterator[LLM]:
+    """The model in this process, with room for a few short requests; the tests share its prefix cache."""
+    with LLM(smollm2_path, max_model_len=1024, max_num_seqs=16) as llm:
+        yield llm
