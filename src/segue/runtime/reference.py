@@ -1,0 +1,271 @@
+"""The reference executor: NumPy, f32, readable, slow. What the native one is checked against.
+
+It interprets the program line by line on dequantised weights. Rows are computed one at a time, with arrays
+whose shapes depend on the row's position only: BLAS picks its order of summation by shape, so a row's bits
+depend on nothing but its own sequence.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from segue.errors import CapacityError
+from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
+from segue.runtime.contract import ForwardResult, SeqStep
+from segue.sample.reference import all_finite, row_logprobs, sample_row
+from segue.weights.dequantize import dequantize
+from segue.weights.model_file import ModelFile
+
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
+
+
+class ReferenceExecutor:
+    """An `Executor` (`runtime/contract.py`). Holds the weights in f32: eight times a 4-bit file's size."""
+
+    def __init__(self, program: Program, model: ModelFile) -> None:
+        self._program = program
+        self._weights = _load_weights(program, model)
+        self._cos, self._sin = _rope_tables(program)
+        self._kv = _PagedKV(program, num_blocks=0, block_size=1)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._program.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._program.max_model_len
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        program = self._program
+        return program.num_layers * 2 * program.num_kv_heads * program.head_dim * np.float32().itemsize
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make room for `num_blocks · block_size` positions. Raises CapacityError when there is none."""
+        try:
+            self._kv = _PagedKV(self._program, num_blocks, block_size)
+        except MemoryError:
+            size = num_blocks * block_size * self.kv_bytes_per_token
+            raise CapacityError(
+                f"no memory for {num_blocks} KV blocks of {block_size} tokens ({size / 2**30:.1f} GiB): "
+                "lower num_kv_blocks"
+            ) from None
+
+    def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
+        """Copy blocks, then compute all inputs of all sequences and sample."""
+        assert all(seq.after is None for seq in seqs)
+        for source, destination in copies:
+            self._kv.copy_block(source, destination)
+        logits = self._compute(seqs, [_wanted_inputs(seq) for seq in seqs], self._kv)
+        result = ForwardResult(tokens=[], logprobs={}, prompt_logprobs={}, not_finite=set())
+        for index, seq in enumerate(seqs):
+            _sample(seq, index, logits[index], result)
+        return result
+
+    def logits(self, token_ids: Sequence[int]) -> FloatArray:
+        """[n, vocab]: the logits at each of `token_ids`, computed with a KV of their own."""
+        block = SeqStep(start=0, tokens=token_ids, blocks=[0])
+        kv = _PagedKV(self._program, num_blocks=1, block_size=len(token_ids))
+        rows = self._compute([block], [range(len(token_ids))], kv)[0]
+        return np.stack([rows[i] for i in range(len(token_ids))])
+
+    def close(self) -> None:
+        self._kv = _PagedKV(self._program, num_blocks=0, block_size=1)
+
+    def _compute(
+        self, seqs: Sequence[SeqStep], wanted: Sequence[Sequence[int]], kv: "_PagedKV"
+    ) -> list[dict[int, FloatArray]]:
+        """For each sequence, the logits [vocab] of its wanted inputs."""
+        batch = [_Rows(seq, kv.block_size) for seq in seqs]
+        token_ids = [token for rows in batch for token in rows.token_ids]
+        buffers = {
+            name: np.zeros((len(token_ids), width), np.float32)
+            for name, width in self._program.widths.items()
+        }
+        logits: list[dict[int, FloatArray]] = [{} for _ in seqs]
+        for op in self._program.ops:
+            match op:
+                case Embed():
+                    buffers[op.out][:] = self._weights[op.weight,][token_ids]
+                case RMSNorm():
+                    for row, x in enumerate(buffers[op.x]):
+                        buffers[op.out][row] = _rms_norm(x, self._weights[op.weight,][0], op.eps)
+                case Linear():
+                    for row, x in enumerate(buffers[op.x]):
+                        product = self._weights[op.weights] @ x
+                        buffers[op.out][row] = buffers[op.out][row] + product if op.accumulate else product
+                case Attention():
+                    first = 0
+                    for rows in batch:
+                        own = slice(first, first + len(rows.token_ids))
+                        buffers[op.out][own] = self._attend(op.layer, buffers[op.qkv][own], rows, kv)
+                        first = own.stop
+                case SiluMul():
+                    buffers[op.out][:] = _silu_mul(buffers[op.x])
+                case Logits():
+                    first = 0
+                    for rows, inputs, into in zip(batch, wanted, logits, strict=True):
+                        for i in inputs:
+                            x = _rms_norm(buffers[op.x][first + i], self._weights[op.norm,][0], op.eps)
+                            into[i] = self._weights[op.weight,] @ x
+                        first += len(rows.token_ids)
+                case _:
+                    assert_never(op)
+        return logits
+
+    def _attend(self, layer: int, qkv: FloatArray, rows: "_Rows", kv: "_PagedKV") -> FloatArray:
+        """One sequence: [rows, (heads + 2·kv_heads) · head_dim] → [rows, heads · head_dim]."""
+        program = self._program
+        heads, kv_heads = program.num_heads, program.num_kv_heads
+        split = qkv.reshape(len(qkv), heads + 2 * kv_heads, program.head_dim)
+        q = self._rotate(split[:, :heads], rows.start)
+        k = self._rotate(split[:, heads : heads + kv_heads], rows.start)
+        end = rows.start + len(qkv)
+        kv.write(layer, rows.slots[rows.start : end], k, split[:, heads + kv_heads :])
+        keys, values = kv.read(layer, rows.slots[:end])
+
+        out = np.empty((len(qkv), heads * program.head_dim), np.float32)
+        scale = np.float32(1 / np.sqrt(program.head_dim))
+        for row, position in enumerate(range(rows.start, end)):
+            grouped = q[row].reshape(kv_heads, heads // kv_heads, program.head_dim)
+            scores = grouped @ keys[:, : position + 1].transpose(0, 2, 1) * scale
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            out[row] = (weights @ values[:, : position + 1]).reshape(-1)
+        return out
+
+    def _rotate(self, x: FloatArray, start: int) -> FloatArray:
+        """RoPE (Su et al. 2021) of x [rows, heads, head_dim] at positions from `start`."""
+        program = self._program
+        pairs = program.rope_dim // 2
+        cos = self._cos[start : start + len(x), None, :]
+        sin = self._sin[start : start + len(x), None, :]
+        if program.rope_interleaved:
+            first, second = slice(0, program.rope_dim, 2), slice(1, program.rope_dim, 2)
+        else:
+            first, second = slice(0, pairs), slice(pairs, program.rope_dim)
+        rotated = x.copy()
+        rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+        rotated[..., second] = x[..., first] * sin + x[..., second] * cos
+        return rotated
+
+
+class _Rows:
+    """One sequence's inputs in a step, and the KV slots of its positions `[0, end)`."""
+
+    def __init__(self, seq: SeqStep, block_size: int) -> None:
+        self.start = seq.start
+        self.token_ids = [*seq.tokens, *seq.drafts]
+        positions = np.arange(seq.start + len(self.token_ids))
+        blocks = np.asarray(seq.blocks, dtype=np.int64)
+        self.slots: IntArray = blocks[positions // block_size] * block_size + positions % block_size
+
+
+class _PagedKV:
+    """Keys and values, f32, of `num_blocks · block_size` slots in each layer."""
+
+    def __init__(self, program: Program, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        shape = (program.num_layers, num_blocks * block_size, program.num_kv_heads, program.head_dim)
+        self._keys = np.zeros(shape, np.float32)
+        self._values = np.zeros(shape, np.float32)
+
+    def write(self, layer: int, slots: IntArray, keys: FloatArray, values: FloatArray) -> None:
+        """keys, values [rows, kv_heads, head_dim], one row for each slot."""
+        self._keys[layer, slots] = keys
+        self._values[layer, slots] = values
+
+    def read(self, layer: int, slots: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Keys and values [kv_heads, slots, head_dim], contiguous."""
+        keys = self._keys[layer, slots].transpose(1, 0, 2)
+        values = self._values[layer, slots].transpose(1, 0, 2)
+        return np.ascontiguousarray(keys), np.ascontiguousarray(values)
+
+    def copy_block(self, source: int, destination: int) -> None:
+        size = self.block_size
+        for array in (self._keys, self._values):
+            array[:, destination * size : (destination + 1) * size] = array[
+                :, source * size : (source + 1) * size
+            ]
+
+
+def _load_weights(program: Program, model: ModelFile) -> dict[tuple[str, ...], FloatArray]:
+    """f32 matrices by the names of what is stacked in them. A vector is a matrix of one row."""
+    stacks: set[tuple[str, ...]] = set()
+    for op in program.ops:
+        match op:
+            case Embed() | RMSNorm():
+                stacks.add((op.weight,))
+            case Linear():
+                stacks.add(op.weights)
+            case Logits():
+                stacks |= {(op.norm,), (op.weight,)}
+            case Attention() | SiluMul():
+                pass
+            case _:
+                assert_never(op)
+    return {
+        names: np.concatenate([np.atleast_2d(dequantize(model.tensors[name])) for name in names])
+        for names in sorted(stacks)
+    }
+
+
+def _rope_tables(program: Program) -> tuple[FloatArray, FloatArray]:
+    """cos and sin [max_model_len, rope_dim / 2] of each pair's angle, computed in f64."""
+    frequencies = program.rope_theta ** (-np.arange(0, program.rope_dim, 2) / program.rope_dim)
+    if program.rope_factors:
+        frequencies = frequencies / np.asarray(program.rope_factors)
+    angles = np.outer(np.arange(program.max_model_len), frequencies)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _rms_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
+    normed: FloatArray = x / np.sqrt(np.mean(x * x) + np.float32(eps)) * weight
+    return normed
+
+
+def _silu_mul(x: FloatArray) -> FloatArray:
+    gate, up = np.split(x, 2, axis=-1)
+    with np.errstate(over="ignore"):  # e^-gate is inf for a very negative gate, and the product 0
+        silu: FloatArray = gate / (np.float32(1) + np.exp(-gate))
+    return silu * up
+
+
+def _wanted_inputs(seq: SeqStep) -> list[int]:
+    """Indices of the inputs whose logits are sampled or scored."""
+    wanted = set(range(len(seq.prompt_targets)))
+    if seq.sampling is not None:
+        wanted |= set(range(len(seq.tokens) - 1, len(seq.tokens) + len(seq.drafts)))
+    return sorted(wanted)
+
+
+def _sample(seq: SeqStep, index: int, logits: dict[int, FloatArray], result: ForwardResult) -> None:
+    """Append what sequence `index` of the step gave to `result`."""
+    if not all(all_finite(row) for row in logits.values()):
+        result.not_finite.add(index)
+    if seq.prompt_targets:
+        result.prompt_logprobs[index] = [
+            row_logprobs(logits[i], target, seq.num_prompt_logprobs)
+            for i, target in enumerate(seq.prompt_targets)
+        ]
+    if seq.sampling is None:
+        return
+    for i in range(1 + len(seq.drafts)):
+        row = logits[len(seq.tokens) - 1 + i]
+        token = sample_row(row, seq.sampling, seq.start + len(seq.tokens) + i, _history(seq, i))
+        if seq.sampling.num_logprobs is not None:
+            result.logprobs[len(result.tokens)] = row_logprobs(row, token, seq.sampling.num_logprobs)
+        result.tokens.append(token)
+
+
+def _history(seq: SeqStep, num_drafts: int) -> list[int]:
+    """The ids before the one drawn after `num_drafts` drafts, where drawing needs them."""
+    assert seq.sampling is not None
+    if not seq.sampling.needs_history:
+        return []
+    assert seq.history is not None
+    return [*seq.history[: seq.history_len], *seq.drafts[:num_drafts]]
