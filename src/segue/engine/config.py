@@ -6,6 +6,7 @@ from typing import Literal, assert_never, get_args
 import msgspec
 
 from segue.errors import CapacityError, ParameterError
+from segue.runtime.contract import MAX_STEPS_IN_FLIGHT
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 SpeculativeMethod = Literal["ngram", "draft_model"]
@@ -88,6 +89,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "async_depth",
         ):
             _positive(name, getattr(self, name))
+        if self.async_depth > MAX_STEPS_IN_FLIGHT:
+            raise ParameterError("async_depth", self.async_depth, f"must be at most {MAX_STEPS_IN_FLIGHT}")
         if self.scheduling_policy not in get_args(SchedulingPolicy):
             known = ", ".join(get_args(SchedulingPolicy))
             raise ParameterError("scheduling_policy", self.scheduling_policy, f"unknown; known are {known}")

@@ -50,3 +50,21 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     """With `finish_reason`."""
     error: str | None = None
     """With `FinishReason.ERROR`: one line."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine stands: requests by state, blocks of the pool, totals since it was started."""
+
+    num_running: int
+    num_waiting: int
+    num_idle: int
+    num_steps: int
+    num_kv_blocks: int
+    num_free_blocks: int
+    """Cached ones included."""
+    num_cached_blocks: int
+    """Free, and still usable as a prefix hit."""
+    num_preemptions: int
+    num_computed_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int

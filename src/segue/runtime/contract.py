@@ -22,6 +22,9 @@ from typing import Protocol
 
 import msgspec
 
+MAX_STEPS_IN_FLIGHT = 8
+"""References (`SeqStep.after`) may not reach further back than this many steps."""
+
 
 class Sampling(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """How one request's tokens are drawn: its `SamplingParams`, resolved. Compared by identity.
@@ -57,11 +60,7 @@ class Sampling(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     @property
     def needs_history(self) -> bool:
         """Whether drawing needs the sequence's earlier ids."""
-        return (
-            self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class After(msgspec.Struct, frozen=True, gc=False):
@@ -105,7 +104,8 @@ class SeqStep(msgspec.Struct, frozen=True, kw_only=True):
     """How many of them count; with `after`, the ids of the parts in flight follow them. Without
     `after`: `start + len(tokens)`."""
     draft_start: int | None = None
-    """With a draft model: the first position whose draft KV is missing (≤ start); None: leave its KV alone."""
+    """With a draft model: the first position whose draft KV is missing, at the lowest; it is then computed for
+    all ids known after this step. None: leave its KV alone."""
     prompt_targets: Sequence[int] = ()
     """Ids to score for `prompt_logprobs`: `prompt_targets[i]` by the logits of the i-th input."""
     num_prompt_logprobs: int = 0
@@ -203,7 +203,12 @@ class StepResult(msgspec.Struct):
 class Runtime(Protocol):
     """Executes steps in order. `execute` is never called concurrently."""
 
+    @property
+    def vocab_size(self) -> int: ...
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. An exception fails every sequence in the step (`StepFailed` upwards); parts of later
         steps that refer to a failed one come back with `error` set."""
         ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,347 @@
+"""The engine: requests in, tokens out, one step at a time. It never sees text.
+
+    step():   plan ──▶ execute ──▶ settle        at depth 1
+              plan N+1 while N executes          at depth 2 and more; the same code
+
+A program drives it by `add_request`, `step` while `has_unfinished_requests()`, and `abort_request`. None of it is
+thread-safe: one thread calls. With `async_depth > 1` a worker thread executes the plans, in order.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from segue.engine.blocks import BlockPool
+from segue.engine.config import EngineConfig
+from segue.engine.outputs import EngineOutput, EngineStats, FinishReason, RequestMetrics
+from segue.engine.request import Chunk, Keep, Request, State, Stop
+from segue.engine.scheduler import Part, PlannedStep, Scheduler
+from segue.engine.timeline import Flight, Timeline
+from segue.errors import CapacityError, ParameterError
+from segue.runtime.contract import Runtime, SeqResult, StepPlan, StepResult
+from segue.sample.params import SamplingParams
+from segue.speculate.adaptive import AdaptiveDrafts
+
+
+class _InFlight(msgspec.Struct):
+    step: PlannedStep
+    result: Callable[[], StepResult]
+
+
+class Engine:
+    """Continuous batching of requests over a runtime. Errors of one request do not touch the others."""
+
+    def __init__(self, runtime: Runtime, config: EngineConfig) -> None:
+        self.config = config
+        self.vocab_size = runtime.vocab_size
+        self.pool = BlockPool(config.num_kv_blocks, enable_caching=config.enable_prefix_caching)
+        self.scheduler = Scheduler(config, self.pool)
+        self.requests: dict[str, Request] = {}
+        """Those that are not finished, by id."""
+        self._runtime = runtime
+        self._worker = ThreadPoolExecutor(1, "segue-step") if config.async_depth > 1 else None
+        self._in_flight: deque[_InFlight] = deque()
+        self._num_steps = 0
+        self._num_requests = 0
+        self._num_arrivals = 0
+        self._totals = RequestMetrics()
+        self._outputs: list[EngineOutput] = []
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        resumable: bool = False,
+        keep: Keep = "computed",
+    ) -> None:
+        """Queue a request. A lower `priority` is served first under the priority policy.
+
+        `params=None`, for a resumable request, only prefills. Raises ParameterError, or CapacityError when it can
+        never fit; then nothing was added.
+        """
+        if request_id in self.requests:
+            raise ParameterError("request_id", request_id, "is in use by an unfinished request")
+        if params is None and not resumable:
+            raise ParameterError("params", params, "only a resumable request can do without")
+        if not len(prompt_token_ids) and not (resumable and params is None):
+            raise ParameterError("prompt_token_ids", [], "is empty; give at least one token")
+        if keep not in ("computed", "all"):
+            raise ParameterError("keep", keep, 'must be "computed" or "all"')
+        if resumable and params is not None and params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
+        chunk = self._chunk(prompt_token_ids, params)
+        self._check_length(len(chunk.token_ids), params)
+        speculative = self.config.speculative
+        adaptive = speculative is not None and speculative.adaptive
+        request = Request(
+            request_id,
+            self._timeline(cache_salt),
+            priority=priority,
+            arrival=chunk.arrival,
+            default_seed=_mix(self.config.seed, self._num_requests),
+            keep=keep,
+            resumable=resumable,
+            adaptive=AdaptiveDrafts(self.config.num_speculative_tokens) if adaptive else None,
+        )
+        self._num_requests += 1
+        self.requests[request_id] = request
+        self._fold(request, chunk)
+
+    def _timeline(self, cache_salt: str | None) -> Timeline:
+        config = self.config
+        return Timeline(config.block_size, salt=cache_salt, has_draft_model=config.has_draft_model)
+
+    def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
+        """More input for a resumable request, queued while a turn runs. `params=None` only prefills."""
+        request = self._open_request(request_id)
+        chunk = self._chunk(token_ids, params)
+        if params is not None and params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
+        if request.turn is not None or request.chunks:
+            self._check_length(len(chunk.token_ids), params)
+            request.chunks.append(chunk)
+            return
+        length = len(request.timeline.tokens) + len(chunk.token_ids)
+        if length == 0 and params is not None:
+            raise ParameterError("token_ids", [], "there is nothing to answer; give at least one token")
+        self._check_length(length, params)
+        self._fold(request, chunk)
+
+    def end_input(self, request_id: str) -> None:
+        """No more chunks will come: the request finishes when the queued ones are answered."""
+        request = self._open_request(request_id)
+        request.input_open = False
+        if request.state is State.IDLE:
+            self._finish(request)
+            self._outputs.append(self._final_output(request, FinishReason.STOP))
+
+    def abort_request(self, request_id: str) -> None:
+        """Drop a request, at any moment. An unknown or finished one is ignored. No output follows."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request)
+
+    def _open_request(self, request_id: str) -> Request:
+        request = self.requests.get(request_id)
+        if request is None or not request.input_open:
+            raise ParameterError("request_id", request_id, "is no request with open input")
+        return request
+
+    def _chunk(self, token_ids: Sequence[int], params: SamplingParams | None) -> Chunk:
+        try:
+            ids = array("i", token_ids)
+        except (TypeError, OverflowError):
+            raise ParameterError("prompt_token_ids", token_ids, "must be a list of token ids") from None
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise ParameterError(
+                "prompt_token_ids", wrong, f"is no token id; the model has {self.vocab_size}"
+            )
+        if params is not None:
+            params.check_vocab(self.vocab_size)
+        self._num_arrivals += 1
+        return Chunk(ids, params, self._num_arrivals)
+
+    def _check_length(self, length: int, params: SamplingParams | None) -> None:
+        room = self.config.max_model_len - (params is not None)
+        if length > room:
+            raise CapacityError(
+                f"the input has {length} tokens and max_model_len={self.config.max_model_len} "
+                "must hold it and the answer: shorten it or raise max_model_len"
+            )
+
+    def _fold(self, request: Request, chunk: Chunk) -> None:
+        self.pool.release(request.fold(chunk, self.config))
+        if request.has_work:
+            self.scheduler.enqueue(request)
+        else:
+            self.scheduler.park(request)
+
+    def _finish(self, request: Request) -> None:
+        self.scheduler.finish(request)
+        del self.requests[request.id]
+
+    # --- the step ---------------------------------------------------------------------------------------------
+
+    def step(self) -> list[EngineOutput]:
+        """Plan as far ahead as `async_depth` allows, then settle the oldest step. Returns what is new."""
+        while len(self._in_flight) < self.config.async_depth:
+            planned = self.scheduler.schedule(self._num_steps)
+            if planned is None:
+                break
+            self._num_steps += 1
+            self._in_flight.append(_InFlight(planned, self._submit(planned.plan)))
+        if self._in_flight:
+            oldest = self._in_flight[0]
+            try:
+                result = oldest.result()
+            except Exception as error:
+                result = _failed(oldest.step.plan, error)
+            self._in_flight.popleft()
+            self._settle(oldest.step.parts, result)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        if self._worker is None:
+            return lambda: self._runtime.execute(plan)
+        return self._worker.submit(self._runtime.execute, plan).result
+
+    def _settle(self, parts: list[Part], result: StepResult) -> None:
+        for part, seq in zip(parts, result.seqs, strict=True):
+            request, flight = part.request, part.flight
+            if seq.error is None:
+                self._count(request, flight, seq)
+            if request.state is State.FINISHED or flight.epoch != request.timeline.epoch:
+                continue
+            if seq.error is not None:
+                self._fail(request, seq.error)
+            elif flight.samples:
+                self._settle_sampled(request, flight, seq)
+            else:
+                self._settle_prefill(request, flight, seq)
+
+    def _count(self, request: Request, flight: Flight, seq: SeqResult) -> None:
+        num_computed = flight.num_tokens + seq.num_drafts
+        request.metrics.num_computed_tokens += num_computed
+        self._totals.num_computed_tokens += num_computed
+        if seq.num_drafts:
+            num_accepted = len(seq.tokens) - 1
+            for metrics in (request.metrics, self._totals):
+                metrics.num_draft_tokens += seq.num_drafts
+                metrics.num_accepted_tokens += num_accepted
+            if request.adaptive is not None:
+                request.adaptive.observe(seq.num_drafts, num_accepted)
+
+    def _settle_sampled(self, request: Request, flight: Flight, seq: SeqResult) -> None:
+        timeline, turn = request.timeline, request.turn
+        assert turn is not None
+        kept, stop = turn.trim(len(timeline.tokens), seq.tokens)
+        self._record_prompt_logprobs(request, flight, seq)
+        complete = timeline.publishable_len
+        timeline.settle(flight, kept, seq.drafts, seq.draft_kv_len)
+        self.scheduler.publish(timeline, complete)
+        output = EngineOutput(request_id=request.id, token_ids=kept)
+        if seq.logprobs is not None:
+            output.logprobs = seq.logprobs[: len(kept)]
+        if request.prompt_logprobs is not None:
+            output.prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
+        self._outputs.append(output)
+        if stop is not None:
+            self._end_turn(request, stop, output)
+
+    def _settle_prefill(self, request: Request, flight: Flight, seq: SeqResult) -> None:
+        timeline = request.timeline
+        self._record_prompt_logprobs(request, flight, seq)
+        complete = timeline.publishable_len
+        timeline.settle(flight, (), (), seq.draft_kv_len)
+        self.scheduler.publish(timeline, complete)
+        if not request.has_work:
+            self._go_on(request)
+
+    def _record_prompt_logprobs(self, request: Request, flight: Flight, seq: SeqResult) -> None:
+        if request.prompt_logprobs is not None and seq.prompt_logprobs:
+            at = flight.start + 1
+            request.prompt_logprobs[at : at + len(seq.prompt_logprobs)] = seq.prompt_logprobs
+
+    def _end_turn(self, request: Request, stop: Stop, output: EngineOutput) -> None:
+        output.finish_reason, output.stop_reason = stop.reason, stop.stop_reason
+        output.metrics = request.snapshot()
+        if request.chunks or request.input_open:
+            self.pool.release(request.end_turn())
+            self._go_on(request)
+        else:
+            self._finish(request)
+            output.finished = True
+
+    def _go_on(self, request: Request) -> None:
+        """Between turns: the next chunk, or wait for one, or the end."""
+        if request.chunks:
+            chunk = request.chunks.popleft()
+            try:
+                self._check_length(len(request.timeline.tokens) + len(chunk.token_ids), chunk.params)
+            except CapacityError as error:
+                self._fail(request, str(error))
+            else:
+                self._fold(request, chunk)
+        elif request.input_open:
+            self.scheduler.park(request)
+        else:
+            self._finish(request)
+            self._outputs.append(self._final_output(request, FinishReason.STOP))
+
+    def _fail(self, request: Request, error: str) -> None:
+        self._finish(request)
+        output = self._final_output(request, FinishReason.ERROR)
+        output.error = error
+        self._outputs.append(output)
+
+    def _final_output(self, request: Request, reason: FinishReason) -> EngineOutput:
+        return EngineOutput(
+            request_id=request.id, finish_reason=reason, finished=True, metrics=request.snapshot()
+        )
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do or to report: idle resumable requests do not count."""
+        return bool(self._outputs) or any(r.state is not State.IDLE for r in self.requests.values())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, also while requests run; they keep what they hold."""
+        self.pool.reset_cache()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Where the engine stands."""
+        states = [request.state for request in self.requests.values()]
+        return EngineStats(
+            num_running=states.count(State.RUNNING),
+            num_waiting=states.count(State.WAITING),
+            num_idle=states.count(State.IDLE),
+            num_steps=self._num_steps,
+            num_kv_blocks=self.pool.num_blocks,
+            num_free_blocks=self.pool.num_free,
+            num_cached_blocks=self.pool.num_cached_free,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_computed_tokens=self._totals.num_computed_tokens,
+            num_draft_tokens=self._totals.num_draft_tokens,
+            num_accepted_tokens=self._totals.num_accepted_tokens,
+        )
+
+    def metrics_of(self, request_id: str) -> RequestMetrics:
+        """How an unfinished request has been served so far. Raises ParameterError for an unknown id."""
+        request = self.requests.get(request_id)
+        if request is None:
+            raise ParameterError("request_id", request_id, "is no unfinished request")
+        return request.snapshot()
+
+    def close(self) -> None:
+        """Wait for what executes, then release the runtime. Open requests are dropped."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+        self._in_flight.clear()
+        self._runtime.close()
+
+
+def _failed(plan: StepPlan, error: Exception) -> StepResult:
+    text = f"the step that computed this request failed: {type(error).__name__}: {error}".splitlines()[0]
+    return StepResult(step=plan.step, seqs=[SeqResult(error=text) for _ in plan.seqs])
+
+
+def _mix(seed: int, number: int) -> int:
+    """A well-spread 64-bit seed for request `number` (SplitMix64, Steele et al. 2014)."""
+    mask = 2**64 - 1
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)

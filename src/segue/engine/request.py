@@ -1,0 +1,200 @@
+"""A request: a timeline, the turn that is being answered, and the input that waits for the next one."""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Literal
+
+import msgspec
+
+from segue.engine.config import EngineConfig
+from segue.engine.outputs import FinishReason, RequestMetrics
+from segue.engine.timeline import Timeline
+from segue.runtime.contract import Sampling, TokenLogprobs
+from segue.sample.params import SamplingParams
+from segue.speculate.adaptive import AdaptiveDrafts
+
+Keep = Literal["computed", "all"]
+
+
+class State(Enum):
+    WAITING = auto()
+    """Has work and is not admitted. May hold blocks, which can be taken from it."""
+    RUNNING = auto()
+    """Admitted: part of every step in which it has something to compute."""
+    IDLE = auto()
+    """Resumable and without work. Its blocks are the first to be taken."""
+    FINISHED = auto()
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """Input that arrives at once. Without `params` it is only prefilled."""
+
+    token_ids: "array[int]"
+    params: SamplingParams | None
+    arrival: int
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Why a turn ended."""
+
+    reason: FinishReason
+    stop_reason: int | None = None
+
+
+class Turn(msgspec.Struct, frozen=True, eq=False):
+    """One answer: how it is sampled and where it ends."""
+
+    sampling: Sampling
+    output_start: int
+    """Position of the answer's first token."""
+    limit: int
+    """No more than this many tokens, history included."""
+    min_end: int
+    """Nothing but the limit ends it below this many tokens."""
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
+    num_prompt_logprobs: int | None
+
+    @classmethod
+    def begin(cls, params: SamplingParams, start: int, config: EngineConfig, default_seed: int) -> "Turn":
+        limit = config.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, start + params.max_tokens)
+        return cls(
+            sampling=params.resolve(
+                output_start=start, eos_token_ids=config.eos_token_ids, default_seed=default_seed
+            ),
+            output_start=start,
+            limit=limit,
+            min_end=min(start + params.min_tokens, limit),
+            eos_token_ids=frozenset() if params.ignore_eos else config.eos_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            num_prompt_logprobs=params.prompt_logprobs,
+        )
+
+    def trim(self, position: int, token_ids: Sequence[int]) -> tuple[Sequence[int], Stop | None]:
+        """What of these ids, sampled from `position` on, belongs to the answer, and why it ends there.
+
+        Within one id the order is vLLM's: below `min_tokens` nothing stops; end of sequence and stop ids
+        come before length.
+        """
+        if position + len(token_ids) < self.limit and not (self.eos_token_ids or self.stop_token_ids):
+            return token_ids, None
+        for i, token in enumerate(token_ids):
+            length = position + i + 1
+            if length < self.min_end:
+                continue
+            stop = None
+            if token in self.eos_token_ids:
+                stop = Stop(FinishReason.STOP)
+            elif token in self.stop_token_ids:
+                stop = Stop(FinishReason.STOP, token)
+            elif length >= self.limit:
+                stop = Stop(FinishReason.LENGTH)
+            if stop is not None:
+                return token_ids[: i + 1], stop
+        return token_ids, None
+
+
+class Request:
+    """One request. The scheduler moves it between states; its timeline says how far it is."""
+
+    __slots__ = (
+        "adaptive",
+        "admitted_len",
+        "arrival",
+        "chunks",
+        "default_seed",
+        "id",
+        "input_open",
+        "keep",
+        "metrics",
+        "num_prompt_tokens",
+        "priority",
+        "prompt_logprobs",
+        "reserve",
+        "state",
+        "timeline",
+        "turn",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        timeline: Timeline,
+        *,
+        priority: int,
+        arrival: int,
+        default_seed: int,
+        keep: Keep,
+        resumable: bool,
+        adaptive: AdaptiveDrafts | None,
+    ) -> None:
+        self.id = request_id
+        self.timeline = timeline
+        self.priority = priority
+        self.arrival = arrival
+        """Of the chunk that is being served: the order under FCFS."""
+        self.default_seed = default_seed
+        self.keep = keep
+        self.input_open = resumable
+        self.adaptive = adaptive
+        self.chunks: deque[Chunk] = deque()
+        """Input for later turns, in order."""
+        self.turn: Turn | None = None
+        self.state = State.IDLE
+        self.reserve = 0
+        """Tokens that its blocks are guaranteed to reach until its first decode step is planned; 0 afterwards."""
+        self.admitted_len: int | None = None
+        """How many tokens were known when it was last admitted."""
+        self.num_prompt_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        """By position, until they are handed out with the turn's first token."""
+        self.metrics = RequestMetrics()
+
+    @property
+    def target(self) -> int:
+        """How far its known tokens are to be computed. The last one is left for the step that samples."""
+        length = len(self.timeline.tokens)
+        return length if self.turn is not None else length - 1
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is left to compute when all that flies has landed."""
+        return self.turn is not None or self.timeline.kv_len < self.target
+
+    def end_turn(self) -> list[int]:
+        """Leave the turn: what flies is stale, and history is cut to what outlives it. Returns blocks to release."""
+        timeline = self.timeline
+        kept = timeline.kv_len if self.keep == "computed" else len(timeline.tokens)
+        self.turn = None
+        self.prompt_logprobs = None
+        return timeline.cut(kept, kept)
+
+    def fold(self, chunk: Chunk, config: EngineConfig) -> list[int]:
+        """Go on with this input after the history there is. Between turns only. Returns blocks to release."""
+        assert self.turn is None
+        timeline = self.timeline
+        timeline.extend(chunk.token_ids)
+        length = len(timeline.tokens)
+        surplus: list[int] = []
+        if timeline.kv_len >= length:
+            # Nothing new to compute, and sampling needs the last token's logits: compute it again.
+            surplus = timeline.cut(length, length - 1)
+        self.arrival = chunk.arrival
+        self.num_prompt_tokens = length
+        if chunk.params is not None:
+            self.turn = Turn.begin(chunk.params, length, config, self.default_seed)
+            if self.turn.num_prompt_logprobs is not None:
+                self.prompt_logprobs = [None] * length
+        return surplus
+
+    def drop_kv(self) -> list[int]:
+        """Forget all KV: preemption and eviction. Returns the blocks to release."""
+        return self.timeline.cut(len(self.timeline.tokens), 0)
+
+    def snapshot(self) -> RequestMetrics:
+        """The metrics so far, as a value that does not change any more."""
+        return msgspec.structs.replace(self.metrics)

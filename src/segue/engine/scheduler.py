@@ -1,0 +1,418 @@
+"""Which requests compute what in the next step, and who gives up blocks for whom.
+
+There are no phases. A step gives every running request the tokens it is behind by, within the budget: decodes
+first (one token each, then drafts from what is left), then chunks of prefills in order, then newly admitted
+requests. The order is (priority, arrival) or arrival; whoever must give up blocks is the last in it.
+
+Three rules keep requests from taking each other's blocks:
+* a request is admitted when its whole sequence through its first decode step fits beside what is reserved;
+* what an admitted prefill has not allocated yet stays reserved for it (`Request.reserve`);
+* a decode that finds no block takes them from requests that do not run, then from the last one running.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Sequence
+
+import msgspec
+
+from segue.engine.blocks import BlockPool
+from segue.engine.config import EngineConfig
+from segue.engine.request import Request, State
+from segue.engine.timeline import Flight, Timeline
+from segue.runtime.contract import After, SeqStep, StepPlan
+
+Key = tuple[int, int]
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """Whose part of a step it is, for settling."""
+
+    request: Request
+    flight: Flight
+
+
+class PlannedStep(msgspec.Struct):
+    plan: StepPlan
+    parts: list[Part]
+
+
+class _Draft:
+    """A step that is being planned."""
+
+    __slots__ = ("copies", "parts", "preempted", "seqs", "spare_drafts", "step", "tokens_left")
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
+        self.tokens_left = budget
+        self.spare_drafts = 0
+        self.seqs: list[SeqStep] = []
+        self.parts: list[Part] = []
+        self.copies: list[tuple[int, int]] = []
+        self.preempted = False
+
+
+class Scheduler:
+    """Owns the order of requests and, with the pool, their blocks."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.running: list[Request] = []
+        """In order."""
+        self.num_preemptions = 0
+        self._waiting: list[tuple[Key, int, Request]] = []
+        """A heap. Entries of requests that are no longer waiting are dropped when they come up."""
+        self._num_pushed = 0
+        self._holders: dict[Request, None] = {}
+        """Not running, holding blocks; in the order in which they stopped."""
+        self._reserving: dict[Request, None] = {}
+        """Running with a reservation."""
+        speculates = config.num_speculative_tokens > 0
+        lookahead = config.num_speculative_tokens if config.has_draft_model else 0
+        self.margin = 1 + config.num_speculative_tokens + lookahead if speculates else 0
+        """Tokens beyond its known ones through which a request must fit to be admitted."""
+
+    # --- states -----------------------------------------------------------------------------------------------
+
+    def key(self, request: Request) -> Key:
+        """The order of requests: a lower key goes first and keeps its blocks longer."""
+        return (request.priority if self.config.scheduling_policy == "priority" else 0, request.arrival)
+
+    def enqueue(self, request: Request) -> None:
+        """It has work: wait for admission."""
+        self._leave(request)
+        request.state = State.WAITING
+        if request.timeline.blocks:
+            self._holders[request] = None
+        self._num_pushed += 1
+        heapq.heappush(self._waiting, (self.key(request), self._num_pushed, request))
+
+    def park(self, request: Request) -> None:
+        """It has no work: keep its blocks as long as nobody needs them."""
+        self._leave(request)
+        request.state = State.IDLE
+        if request.timeline.blocks:
+            self._holders[request] = None
+
+    def finish(self, request: Request) -> None:
+        """It is over: release all it holds."""
+        self._leave(request)
+        request.state = State.FINISHED
+        self.pool.release(request.drop_kv())
+
+    def _leave(self, request: Request) -> None:
+        if request.state is State.RUNNING:
+            self.running.remove(request)
+            self._clear_reserve(request)
+        else:
+            self._holders.pop(request, None)
+
+    def _preempt(self, victim: Request) -> None:
+        """Take all its blocks. A running request waits again and is recomputed; others stay what they are."""
+        self.pool.release(victim.drop_kv())
+        if victim.state is State.RUNNING:
+            victim.metrics.num_preemptions += 1
+            self.num_preemptions += 1
+            self.enqueue(victim)
+        else:
+            del self._holders[victim]
+
+    def _clear_reserve(self, request: Request) -> None:
+        request.reserve = 0
+        self._reserving.pop(request, None)
+
+    # --- blocks -----------------------------------------------------------------------------------------------
+
+    def _missing_blocks(self, request: Request, num_tokens: int) -> int:
+        return max(0, self.config.blocks_for(num_tokens) - len(request.timeline.blocks))
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks that running prefills were promised and have not allocated."""
+        return sum(self._missing_blocks(request, request.reserve) for request in self._reserving)
+
+    def _num_available(self, request: Request) -> int:
+        """Blocks that this request may allocate now."""
+        others = self.num_reserved if self._reserving else 0
+        if request.reserve:
+            others -= self._missing_blocks(request, request.reserve)
+        return self.pool.num_free - others
+
+    def _make_room(self, request: Request, count: int, draft: _Draft) -> bool:
+        """See that `count` blocks are available to a running request. False: it had to go itself."""
+        while self._num_available(request) < count:
+            victim = self._next_victim()
+            self._preempt(victim)
+            draft.preempted = True
+            if victim is request:
+                return False
+        return True
+
+    def _next_victim(self) -> Request:
+        holder = self._next_holder(None)
+        return self.running[-1] if holder is None else holder
+
+    def _next_holder(self, spared: Request | None) -> Request | None:
+        """Of the requests that hold blocks without running: the longest idle, else the last one waiting."""
+        waiting: Request | None = None
+        for holder in self._holders:
+            if holder is spared:
+                continue
+            if holder.state is State.IDLE:
+                return holder
+            if waiting is None or self.key(holder) > self.key(waiting):
+                waiting = holder
+        return waiting
+
+    def _own_block_at(self, timeline: Timeline, position: int, draft: _Draft) -> None:
+        """Make the block that is written next this timeline's alone (copy on write)."""
+        index = position // self.config.block_size
+        if index >= len(timeline.blocks):
+            return
+        block = timeline.blocks[index]
+        if self.pool.is_shared(block):
+            (own,) = self.pool.allocate(1)
+            draft.copies.append((block, own))
+            timeline.blocks = [*timeline.blocks[:index], own, *timeline.blocks[index + 1 :]]
+            self.pool.release([block])
+        else:
+            self.pool.unpublish(block)
+
+    def _shares_block_at(self, timeline: Timeline, position: int) -> bool:
+        index = position // self.config.block_size
+        return index < len(timeline.blocks) and self.pool.is_shared(timeline.blocks[index])
+
+    # --- the step ---------------------------------------------------------------------------------------------
+
+    def schedule(self, step: int) -> PlannedStep | None:
+        """Plan step `step`; None when no request has anything to compute now."""
+        draft = _Draft(step, self.config.max_num_batched_tokens)
+        decodes, prefills = self._split_running()
+        self._share_budget(draft, len(decodes), bool(prefills) or bool(self._waiting))
+        for request in decodes:
+            if request.state is State.RUNNING:
+                self._plan_decode(request, draft)
+        for request in prefills:
+            if request.state is State.RUNNING and draft.tokens_left > 0:
+                self._plan_prefill(request, draft)
+        if not draft.preempted:
+            self._admit(draft)
+        if not draft.seqs:
+            return None
+        return PlannedStep(StepPlan(step=step, seqs=draft.seqs, copies=draft.copies), draft.parts)
+
+    def _split_running(self) -> tuple[list[Request], list[Request]]:
+        """Who has one token to compute and who has more."""
+        decodes, prefills = [], []
+        for request in self.running:
+            timeline, turn = request.timeline, request.turn
+            newest = timeline.flights[-1] if timeline.flights else None
+            if newest is not None and newest.samples:
+                # Its input is not known yet. It is needed unless the flight before it must end the turn.
+                assert turn is not None
+                fits = newest.end + newest.end_slack < self.config.max_model_len
+                if newest.end + 2 <= turn.limit and fits:
+                    decodes.append(request)
+                continue
+            missing = request.target - (timeline.kv_len if newest is None else newest.end)
+            if missing == 1 and turn is not None:
+                decodes.append(request)
+            elif missing > 0:
+                prefills.append(request)
+        return decodes, prefills
+
+    def _share_budget(self, draft: _Draft, num_decodes: int, prefills_wait: bool) -> None:
+        """Drafts are a bet; work that is certain gets at least half of what the decodes leave."""
+        rest = draft.tokens_left - num_decodes
+        assert rest >= 0, "max_num_seqs ≤ max_num_batched_tokens"
+        draft.spare_drafts = rest // 2 if prefills_wait else rest
+
+    def _plan_decode(self, request: Request, draft: _Draft) -> None:
+        """One input, and drafts as far as budget, blocks and limits allow."""
+        timeline, turn = request.timeline, request.turn
+        assert turn is not None
+        newest = timeline.flights[-1] if timeline.flights else None
+        after = None
+        if newest is None:
+            start, slack, offered = timeline.kv_len, 0, len(timeline.drafts)
+        elif newest.samples:
+            start, slack, offered = newest.end, newest.end_slack, newest.propose
+            after = After(newest.step, newest.index)
+        else:
+            start, slack, offered = newest.end, 0, 0
+        num_drafts = propose = 0
+        if self.margin:
+            room = self.config.max_model_len - start - slack - 1
+            num_drafts = max(0, min(offered, draft.spare_drafts, turn.limit - start - 2, room))
+            propose = self._num_to_propose(request, start + 1, room - num_drafts)
+        end = start + slack + 1
+        looks_ahead = self.config.has_draft_model
+        reach = end + num_drafts + (propose if looks_ahead else 0)
+        if reach > len(timeline.blocks) * self.config.block_size or self._shares_block_at(timeline, start):
+            owed = self._shares_block_at(timeline, start)
+            missing = self._missing_blocks(request, reach) + owed
+            if missing > self._num_available(request):
+                # Bets shrink before anybody is preempted for them.
+                slots = (len(timeline.blocks) + self._num_available(request) - owed) * self.config.block_size
+                num_drafts = max(0, min(num_drafts, slots - end))
+                propose = 0 if looks_ahead else propose
+                missing = self._missing_blocks(request, end + num_drafts) + owed
+                if not self._make_room(request, missing, draft):
+                    return
+        self._own_block_at(timeline, start, draft)
+        self._grow(timeline, end + num_drafts + (propose if looks_ahead else 0))
+        if request.reserve and (after is not None or len(timeline.tokens) != request.admitted_len):
+            self._clear_reserve(request)
+        draft.spare_drafts -= num_drafts
+        drafts = () if after is not None else timeline.drafts[:num_drafts]
+        self._plan(request, draft, start, slack, 1, num_drafts, propose, after, drafts)
+
+    def _plan_prefill(self, request: Request, draft: _Draft) -> None:
+        """The next chunk of known tokens; the last one of a turn samples. Its blocks are reserved."""
+        timeline, turn = request.timeline, request.turn
+        start = timeline.next_start
+        num_tokens = min(request.target - start, draft.tokens_left)
+        samples = turn is not None and start + num_tokens == request.target
+        end = start + num_tokens
+        propose = 0
+        if samples and self.margin:
+            propose = self._num_to_propose(request, end, self.config.max_model_len - end)
+        lookahead = max(propose, int(samples)) if self.config.has_draft_model else 0
+        self._own_block_at(timeline, start, draft)
+        self._grow(timeline, end + lookahead)
+        self._plan(request, draft, start, 0, num_tokens, 0, propose, None, ())
+
+    def _num_to_propose(self, request: Request, end: int, room: int) -> int:
+        """How many drafts to ask for, to follow the id sampled at position `end` or later."""
+        assert request.turn is not None
+        wanted = self.config.num_speculative_tokens
+        if request.adaptive is not None:
+            wanted = request.adaptive.num_drafts(end, len(self.running))
+        return max(0, min(wanted, request.turn.limit - end - 2, room))
+
+    def _grow(self, timeline: Timeline, num_tokens: int) -> None:
+        missing = self.config.blocks_for(num_tokens) - len(timeline.blocks)
+        if missing > 0:
+            timeline.blocks.extend(self.pool.allocate(missing))
+
+    def _plan(
+        self,
+        request: Request,
+        draft: _Draft,
+        start: int,
+        slack: int,
+        num_tokens: int,
+        num_drafts: int,
+        propose: int,
+        after: After | None,
+        drafts: Sequence[int],
+    ) -> None:
+        """Write one request's part into the step and into its timeline."""
+        timeline, turn = request.timeline, request.turn
+        end = start + num_tokens
+        samples = after is not None or (turn is not None and end == len(timeline.tokens))
+        sampling = turn.sampling if turn is not None and samples else None
+        newest = timeline.flights[-1] if timeline.flights else None
+        draft_kv = timeline.draft_kv_len if newest is None else newest.draft_kv_end
+        runs_draft_model = self.config.has_draft_model and (propose > 0 or num_tokens > 1 or not samples)
+        needs_history = propose > 0 or runs_draft_model or (sampling is not None and sampling.needs_history)
+        targets: Sequence[int] = ()
+        if request.prompt_logprobs is not None:
+            targets = timeline.tokens[start + 1 : min(end + 1, request.num_prompt_tokens)]
+        draft.seqs.append(
+            SeqStep(
+                start=start,
+                tokens=() if after is not None else timeline.tokens[start:end],
+                blocks=timeline.blocks,
+                drafts=drafts,
+                after=after,
+                max_drafts=0 if after is None else num_drafts,
+                sampling=sampling,
+                propose=propose,
+                history=timeline.tokens if needs_history else None,
+                history_len=len(timeline.tokens) if samples else end,
+                draft_start=draft_kv if runs_draft_model else None,
+                prompt_targets=targets,
+                num_prompt_logprobs=(turn.num_prompt_logprobs or 0) if targets and turn else 0,
+            )
+        )
+        flight = Flight(
+            draft.step,
+            len(draft.parts),
+            timeline.epoch,
+            start,
+            slack,
+            num_tokens,
+            num_drafts,
+            samples,
+            propose,
+            end + samples if runs_draft_model else draft_kv,
+        )
+        timeline.fly(flight)
+        draft.parts.append(Part(request, flight))
+        draft.tokens_left -= num_tokens + num_drafts
+
+    # --- admission --------------------------------------------------------------------------------------------
+
+    def _admit(self, draft: _Draft) -> None:
+        """Let in waiting requests, in order, while the first of them fits."""
+        while draft.tokens_left > 0 and len(self.running) < self.config.max_num_seqs:
+            request = self._first_waiting()
+            if request is None or not self._fit(request):
+                return
+            heapq.heappop(self._waiting)
+            self._holders.pop(request, None)
+            request.state = State.RUNNING
+            insort(self.running, request, key=self.key)
+            self._plan_prefill(request, draft)
+
+    def _first_waiting(self) -> Request | None:
+        while self._waiting:
+            key, _, request = self._waiting[0]
+            if request.state is State.WAITING and key == self.key(request):
+                return request
+            heapq.heappop(self._waiting)
+        return None
+
+    def _fit(self, request: Request) -> bool:
+        """Admit this one if it fits: attach its prefix hits and reserve the rest. Idle KV gives way."""
+        timeline = request.timeline
+        reserve = min(len(timeline.tokens) + self.margin, self.config.max_model_len)
+        while True:
+            hits = [] if timeline.blocks else self._cached_blocks(request)
+            missing = self._missing_blocks(request, reserve) - len(hits)
+            missing += self._shares_block_at(timeline, timeline.next_start)
+            free = self.pool.num_free - self.pool.count_cached_free(hits) - self.num_reserved
+            if missing <= free:
+                break
+            held = sum(len(holder.timeline.blocks) for holder in self._holders if holder is not request)
+            victim = self._next_holder(request)
+            if victim is None or missing > free + held:
+                return False
+            self._preempt(victim)
+        if hits:
+            self.pool.acquire(hits)
+            timeline.adopt(hits, len(hits) * self.config.block_size)
+        if request.admitted_len is None:
+            request.metrics.num_cached_tokens = timeline.kv_len
+        request.admitted_len = len(timeline.tokens)
+        request.reserve = reserve
+        self._reserving[request] = None
+        return True
+
+    def _cached_blocks(self, request: Request) -> list[int]:
+        """The longest cached prefix that leaves the last token to compute. Scored prompts are computed whole."""
+        if not self.config.enable_prefix_caching or request.prompt_logprobs is not None:
+            return []
+        timeline = request.timeline
+        num_full = (len(timeline.tokens) - 1) // self.config.block_size
+        return self.pool.lookup(timeline.key(i) for i in range(num_full))
+
+    def publish(self, timeline: Timeline, old_len: int) -> None:
+        """Offer the blocks that have become complete since `publishable_len` was `old_len`."""
+        size = self.config.block_size
+        if not self.config.enable_prefix_caching:
+            return
+        for index in range(old_len // size, timeline.publishable_len // size):
+            self.pool.publish(timeline.blocks[index], timeline.key(index))

@@ -1,0 +1,175 @@
+"""One request's ledger: what is known, what is computed, what is in flight. All else is derived.
+
+    tokens    1 2 3 10 11 12 13          committed ids, prompt and output
+    kv        ■ ■ ■ ■  ■  ■  ·           kv_len = 6: computed for exactly these ids
+    flights                 [step 7: from 6, one input and up to two drafts, samples]
+                             [step 8: after step 7, from 7 or higher (slack 2) … ]
+
+Four moves change it: `fly` (a step was planned), `settle` (its result came back), `extend` (new input) and `cut`
+(history changed under work in flight: fold, revise, interrupt, preempt, abort).
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from segue.engine.blocks import block_key, root_key
+
+
+class Flight(msgspec.Struct, frozen=True, gc=False):
+    """One request's part of a step that has been planned and not yet settled."""
+
+    step: int
+    index: int
+    """Its place in the step's plan."""
+    epoch: int
+    """The timeline's when it was planned. Where the timeline has moved on, the result is stale."""
+    start: int
+    """First position computed; the lowest it can be, since an earlier flight may keep more drafts."""
+    slack: int
+    """How much higher it can be."""
+    num_tokens: int
+    """Inputs that are not drafts."""
+    max_drafts: int
+    samples: bool
+    propose: int
+    """How many drafts were asked for, for the step after."""
+    draft_kv_end: int
+    """Below this the draft model's KV will be right at least, once this flight has landed."""
+
+    @property
+    def end(self) -> int:
+        """Where the flight after it starts, at the lowest."""
+        return self.start + self.num_tokens
+
+    @property
+    def end_slack(self) -> int:
+        return self.slack + self.max_drafts
+
+
+class Timeline:
+    """The ledger. `0 ≤ kv_len ≤ len(tokens)`; `blocks` covers `kv_len` and all flights."""
+
+    __slots__ = (
+        "_keys",
+        "_root",
+        "block_size",
+        "blocks",
+        "draft_kv_len",
+        "drafts",
+        "epoch",
+        "flights",
+        "has_draft_model",
+        "kv_len",
+        "tokens",
+    )
+
+    def __init__(self, block_size: int, *, salt: str | None = None, has_draft_model: bool = False) -> None:
+        self.block_size = block_size
+        self.has_draft_model = has_draft_model
+        self.tokens: array[int] = array("i")
+        """Replaced, never shortened in place: plans in flight hold it."""
+        self.blocks: list[int] = []
+        """The block table; appended to or replaced, like `tokens`."""
+        self.kv_len = 0
+        self.draft_kv_len = 0
+        """The same for the draft model's KV, in the same blocks."""
+        self.epoch = 0
+        self.flights: deque[Flight] = deque()
+        """Those of this epoch, oldest first."""
+        self.drafts: Sequence[int] = ()
+        """Proposed to follow `tokens`."""
+        self._root = root_key(salt)
+        self._keys: list[bytes] = []
+
+    @property
+    def publishable_len(self) -> int:
+        """Only blocks wholly below this may be published."""
+        return min(self.kv_len, self.draft_kv_len) if self.has_draft_model else self.kv_len
+
+    @property
+    def next_start(self) -> int:
+        """Where the next part starts, at the lowest: after the newest flight, or where KV ends."""
+        return self.flights[-1].end if self.flights else self.kv_len
+
+    def key(self, index: int) -> bytes:
+        """The key of block `index`, which must be full of committed tokens."""
+        keys, size = self._keys, self.block_size
+        while len(keys) <= index:
+            at = len(keys)
+            ids = self.tokens[at * size : (at + 1) * size]
+            assert len(ids) == size, "only full blocks have a key"
+            keys.append(block_key(keys[-1] if keys else self._root, ids))
+        return keys[index]
+
+    def fly(self, flight: Flight) -> None:
+        """A step was planned with this part."""
+        self.flights.append(flight)
+
+    def settle(
+        self, flight: Flight, kept: Sequence[int], drafts: Sequence[int], draft_kv_len: int | None
+    ) -> None:
+        """The oldest flight landed; `kept` are the ids it adds, already trimmed at a stop.
+
+        After sampling the last id is known but not computed, and a rejected or trimmed draft's KV is not counted:
+        `kv_len = len(tokens) - 1`.
+        """
+        landed = self.flights.popleft()
+        assert landed is flight, "results come back in order"
+        if flight.samples:
+            self.tokens.extend(kept)
+            self.kv_len = len(self.tokens) - 1
+            self.drafts = drafts
+        else:
+            self.kv_len = flight.end
+        if draft_kv_len is not None:
+            self.draft_kv_len = min(draft_kv_len, len(self.tokens))
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """New input after what is known. Nothing that samples is in flight."""
+        assert not any(flight.samples for flight in self.flights)
+        self.tokens.extend(token_ids)
+
+    def cut(self, num_tokens: int, kv_len: int) -> list[int]:
+        """Keep the first `num_tokens` ids and the KV of at most `kv_len` of them; what flies is stale from here on.
+
+        Returns the blocks that are no longer needed, for the pool to release.
+        """
+        self.epoch += 1
+        self.flights.clear()
+        self.drafts = ()
+        if num_tokens < len(self.tokens):
+            self.tokens = self.tokens[:num_tokens]
+            del self._keys[num_tokens // self.block_size :]
+        self.kv_len = min(self.kv_len, kv_len, num_tokens)
+        self.draft_kv_len = min(self.draft_kv_len, self.kv_len)
+        needed = -(-self.kv_len // self.block_size)
+        surplus = self.blocks[needed:]
+        if surplus:
+            self.blocks = self.blocks[:needed]
+        return surplus
+
+    def adopt(self, blocks: list[int], kv_len: int) -> None:
+        """Start from KV that exists already: a prefix hit, or another session's blocks."""
+        assert not self.blocks
+        assert not self.flights
+        self.blocks = blocks
+        self.kv_len = self.draft_kv_len = kv_len
+
+    def check(self) -> None:
+        """Assert the ledger's invariants."""
+        assert 0 <= self.kv_len <= len(self.tokens)
+        assert 0 <= self.draft_kv_len <= len(self.tokens)
+        assert self.kv_len <= len(self.blocks) * self.block_size
+        assert len(self._keys) <= len(self.tokens) // self.block_size
+        position, slack, sampled = self.kv_len, 0, False
+        for flight in self.flights:
+            assert flight.epoch == self.epoch
+            assert (flight.start, flight.slack) == (position, slack), (
+                "a flight starts where the one before ends"
+            )
+            assert not sampled or (flight.samples and flight.num_tokens == 1)
+            position, slack, sampled = flight.end, flight.end_slack, flight.samples
+            assert position + slack <= len(self.blocks) * self.block_size

@@ -1,0 +1,190 @@
+"""Executes plans on an executor: resolves references, verifies drafts, asks the drafter for the next ones.
+
+plan ──▶ resolve `after` ──▶ forward ──▶ keep the drafts that equal what was sampled ──▶ propose ──▶ result
+               ▲                                        │
+               └──── what the last few steps came to ◀──┘
+"""
+
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+
+from segue.runtime.contract import (
+    MAX_STEPS_IN_FLIGHT,
+    After,
+    Executor,
+    ForwardResult,
+    SeqResult,
+    SeqStep,
+    StepPlan,
+    StepResult,
+)
+from segue.speculate.drafter import Drafter, DraftRequest, Proposal
+
+
+class _Outcome(msgspec.Struct, frozen=True):
+    """What one sequence's part of a step came to, kept for the parts that go on from it."""
+
+    after: After | None
+    first_new: int
+    """Position of the first of `result.tokens`."""
+    result: SeqResult
+
+
+class LocalRuntime:
+    """A `Runtime` over an `Executor` of this process."""
+
+    def __init__(self, executor: Executor, *, drafter: Drafter | None = None) -> None:
+        self._executor = executor
+        self._drafter = drafter
+        self._outcomes: dict[int, list[_Outcome]] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._executor.vocab_size
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Raises what the executor or the drafter raises; the step then counts as failed."""
+        self._outcomes.pop(plan.step - MAX_STEPS_IN_FLIGHT, None)
+        results: list[SeqResult | None] = []
+        steps: list[SeqStep] = []
+        for seq in plan.seqs:
+            step = self._resolve(seq)
+            if isinstance(step, SeqStep):
+                steps.append(step)
+                results.append(None)
+            else:
+                results.append(step)
+        forward = self._executor.forward(steps, plan.copies)
+        verified = iter(_verify(steps, forward))
+        concrete = iter(steps)
+        outcomes = []
+        for seq, result in zip(plan.seqs, results, strict=True):
+            if result is None:
+                step, result = next(concrete), next(verified)
+                first_new = step.start + len(step.tokens)
+            else:
+                first_new = seq.start
+            outcomes.append(_Outcome(seq.after, first_new, result))
+        if self._drafter is not None:
+            self._propose(self._drafter, plan, outcomes)
+        self._outcomes[plan.step] = outcomes
+        return StepResult(step=plan.step, seqs=[outcome.result for outcome in outcomes])
+
+    # --- references -------------------------------------------------------------------------------------------
+
+    def _parent(self, after: After) -> _Outcome | None:
+        """The part referred to; None when its step failed."""
+        outcomes = self._outcomes.get(after.step)
+        return None if outcomes is None else outcomes[after.index]
+
+    def _resolve(self, seq: SeqStep) -> SeqStep | SeqResult:
+        """The part with nothing left open: known inputs, and its own copy of the history if it needs one."""
+        sampling = seq.sampling
+        wants_history = sampling is not None and sampling.needs_history
+        if seq.after is None:
+            if seq.history is None:
+                return seq
+            history = self._history(seq, 0, None) if wants_history else None
+            return msgspec.structs.replace(seq, history=history)
+        parent = self._parent(seq.after)
+        if parent is None or parent.result.error is not None:
+            return SeqResult(error="an earlier step of this request failed")
+        tokens = parent.result.tokens
+        return msgspec.structs.replace(
+            seq,
+            start=parent.first_new + len(tokens) - 1,
+            tokens=tokens[-1:],
+            drafts=parent.result.drafts[: seq.max_drafts],
+            after=None,
+            history=self._history(seq, 0, seq.after) if wants_history else None,
+        )
+
+    def _history(self, seq: SeqStep, first: int, after: After | None) -> "array[int]":
+        """The sequence's ids from position `first` on: the committed ones, then those in flight up to `after`.
+
+        A copy: the engine goes on appending to the history while this step runs.
+        """
+        assert seq.history is not None
+        ids = seq.history[first : seq.history_len]
+        parts = []
+        while after is not None:
+            parent = self._parent(after)
+            if parent is None or parent.first_new + len(parent.result.tokens) <= seq.history_len:
+                break
+            parts.append(parent)
+            after = parent.after
+        end = seq.history_len
+        for part in reversed(parts):
+            ids.extend(part.result.tokens[end - part.first_new :])
+            end = part.first_new + len(part.result.tokens)
+        return ids
+
+    # --- drafts -----------------------------------------------------------------------------------------------
+
+    def _propose(self, drafter: Drafter, plan: StepPlan, outcomes: list[_Outcome]) -> None:
+        """Have the drafter go on from what this step came to; its proposals go into the results."""
+        asked = []
+        requests = []
+        for seq, outcome in zip(plan.seqs, outcomes, strict=True):
+            wanted = seq.propose > 0 or seq.draft_start is not None
+            if wanted and outcome.result.error is None:
+                asked.append(outcome.result)
+                requests.append(self._draft_request(drafter, seq, outcome))
+        if not requests and not (drafter.has_kv and plan.copies):
+            return
+        proposals: Sequence[Proposal] = drafter.propose(requests, plan.copies if drafter.has_kv else ())
+        for result, proposal in zip(asked, proposals, strict=True):
+            result.drafts = proposal.drafts
+            result.draft_kv_len = proposal.draft_kv_len
+
+    def _draft_request(self, drafter: Drafter, seq: SeqStep, outcome: _Outcome) -> DraftRequest:
+        tokens = outcome.result.tokens
+        end = outcome.first_new + len(tokens)
+        start = seq.draft_start
+        if start is not None and seq.after is not None:
+            parent = self._parent(seq.after)
+            if parent is not None and parent.result.draft_kv_len is not None:
+                start = max(start, parent.result.draft_kv_len)
+        first = 0 if start is None else min(start, end - 1)
+        ids = self._history(seq, first, seq.after)
+        ids.extend(tokens[max(0, first - outcome.first_new) :])
+        return DraftRequest(
+            token_ids=ids,
+            first=first,
+            count=seq.propose,
+            blocks=seq.blocks,
+            draft_start=start,
+            sampling=seq.sampling,
+        )
+
+    def close(self) -> None:
+        self._executor.close()
+        if self._drafter is not None:
+            self._drafter.close()
+
+
+def _verify(steps: Sequence[SeqStep], forward: ForwardResult) -> list[SeqResult]:
+    """What each sequence's rows come to: drafts are kept while they equal the id sampled in their place."""
+    results = []
+    row = 0
+    for i, step in enumerate(steps):
+        num_drafts = len(step.drafts)
+        if i in forward.not_finite:
+            row += (1 + num_drafts) if step.sampling is not None else 0
+            results.append(SeqResult(error="the model's logits are not finite (NaN or infinity)"))
+            continue
+        result = SeqResult(start=step.start, prompt_logprobs=forward.prompt_logprobs.get(i))
+        if step.sampling is not None:
+            sampled = forward.tokens[row : row + 1 + num_drafts]
+            num_kept = 1
+            while num_kept <= num_drafts and step.drafts[num_kept - 1] == sampled[num_kept - 1]:
+                num_kept += 1
+            result.tokens = sampled[:num_kept]
+            result.num_drafts = num_drafts
+            if step.sampling.num_logprobs is not None:
+                result.logprobs = [forward.logprobs[r] for r in range(row, row + num_kept)]
+            row += 1 + num_drafts
+        results.append(result)
+    return results
