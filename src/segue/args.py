@@ -5,6 +5,7 @@ model name ──resolve──▶ file ──▶ ModelFile ──▶ Program ─
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, assert_never, get_args
 
@@ -15,8 +16,8 @@ from segue.errors import CapacityError, ParameterError
 
 if TYPE_CHECKING:
     from segue.engine.engine import Engine
-    from segue.models.program import Program
     from segue.runtime.contract import Executor
+    from segue.speculate.drafter import Drafter
     from segue.tokens import Tokenizer
     from segue.weights.model_file import ModelFile
 
@@ -105,24 +106,31 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         """Loads the model and makes its engine. Raises ModelFileError, ParameterError, CapacityError."""
         from segue.engine.engine import Engine
         from segue.hub import resolve_model
-        from segue.models import build_program
         from segue.runtime.runtime import LocalRuntime
         from segue.tokens import Tokenizer
         from segue.weights.gguf import load_gguf
 
         file = load_gguf(resolve_model(self.model))
         tokenizer = Tokenizer.from_model(file)
-        executor = self._build_executor(build_program(file), file)
-        config = self._engine_config(executor, tokenizer)
-        engine = Engine(LocalRuntime(executor), config)
+        executor = self._executor(file)
+        draft_executor = self._draft_executor(file)
+        executors = [executor] if draft_executor is None else [executor, draft_executor]
+        config = self._engine_config(executors, tokenizer.eos_token_ids)
+        for each in executors:
+            each.allocate_kv(config.num_kv_blocks, config.block_size)
+        drafter = _drafter(config.speculative, draft_executor)
+        engine = Engine(LocalRuntime(executor, drafter=drafter), config)
         return LoadedModel(engine, tokenizer, config, file)
 
-    def _build_executor(self, program: "Program", file: "ModelFile") -> "Executor":
+    def _executor(self, file: "ModelFile") -> "Executor":
+        from segue.models import build_program
+
+        program = build_program(file)
         match self.runtime:
             case "native":
                 from segue.runtime.native import NativeExecutor
 
-                kv_dtype = "f16" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+                kv_dtype: Literal["f16", "f32"] = "f32" if self.kv_cache_dtype == "f32" else "f16"
                 return NativeExecutor(program, file, threads=self.threads, kv_dtype=kv_dtype)
             case "reference":
                 from segue.runtime.reference import ReferenceExecutor
@@ -131,17 +139,29 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             case _:
                 assert_never(self.runtime)
 
-    def _engine_config(self, executor: "Executor", tokenizer: "Tokenizer") -> EngineConfig:
-        longest = executor.max_model_len
+    def _draft_executor(self, target: "ModelFile") -> "Executor | None":
+        """The draft model's, if there is one. Its ids must mean what the target's mean."""
+        from segue.hub import resolve_model
+        from segue.weights.gguf import load_gguf
+
+        config = SpeculativeConfig.of(self.speculative_config)
+        if config is None or config.model is None:
+            return None
+        file = load_gguf(resolve_model(config.model))
+        key = "tokenizer.ggml.tokens"
+        if list(_strings(file, key)) != list(_strings(target, key)):
+            raise ParameterError("speculative_config.model", config.model, "has not the model's vocabulary")
+        return self._executor(file)
+
+    def _engine_config(self, executors: Sequence["Executor"], eos_token_ids: frozenset[int]) -> EngineConfig:
+        longest = executors[0].max_model_len
         max_model_len = self.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
         if max_model_len > longest:
-            raise ParameterError(
-                "max_model_len", max_model_len, f"the model was made for at most {longest} tokens"
-            )
+            raise ParameterError("max_model_len", max_model_len, f"the model was made for {longest} tokens")
+        kv_bytes_per_token = sum(executor.kv_bytes_per_token for executor in executors)
         return EngineConfig(
             max_model_len=max_model_len,
-            num_kv_blocks=self.num_kv_blocks
-            or self._fit_kv_blocks(max_model_len, executor.kv_bytes_per_token),
+            num_kv_blocks=self.num_kv_blocks or self._fit_kv_blocks(max_model_len, kv_bytes_per_token),
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -149,7 +169,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             async_depth=2 if self.async_scheduling else 1,
             scheduling_policy=self.scheduling_policy,
             speculative=SpeculativeConfig.of(self.speculative_config),
-            eos_token_ids=tokenizer.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             seed=self.seed,
         )
 
@@ -175,6 +195,28 @@ class LoadedModel(msgspec.Struct, frozen=True):
     tokenizer: "Tokenizer"
     config: EngineConfig
     file: "ModelFile"
+
+
+def _drafter(config: SpeculativeConfig | None, draft_executor: "Executor | None") -> "Drafter | None":
+    if config is None:
+        return None
+    match config.method:
+        case "ngram":
+            from segue.speculate.ngram import NgramDrafter
+
+            return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        case "draft_model":
+            from segue.speculate.draft_model import DraftModelDrafter
+
+            assert draft_executor is not None, "the config names a model"
+            return DraftModelDrafter(draft_executor)
+        case _:
+            assert_never(config.method)
+
+
+def _strings(file: "ModelFile", key: str) -> Sequence[object]:
+    value = file.metadata.get(key)
+    return value if isinstance(value, Sequence) else ()
 
 
 def free_memory_bytes() -> int:

@@ -274,6 +274,7 @@ class _Batch:
                 raise EngineDead("the engine lost its requests: make a new LLM")
             processed = self._processor.process(self._engine.step())
             for engine_id in processed.aborts:
+                self._processor.record_metrics(engine_id, self._engine.metrics_of(engine_id))
                 self._engine.abort_request(engine_id)
         return processed.deltas
 

@@ -1,13 +1,10 @@
 """From the engine's token ids to answers in text: one for `LLM`, the command line and the server alike.
 
-The engine ends an answer at a stop *token*; a stop *string* is seen only here, in the text. The answer
-is then cut where the string begins (token ids and logprobs too) and the engine is told to abort.
-
-A streamed answer is held back as far as a stop string might still cut it, token ids like text, so
-the joined deltas are always the whole answer.
+The engine ends an answer at a stop *token*; a stop *string* is seen only here, in the text. The text is
+then cut where the string begins, token ids and logprobs after the token that completes it, and the engine is told
+to abort. Text that may become a stop string is held back, so the joined deltas are always the whole answer.
 """
 
-import codecs
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -46,7 +43,8 @@ class OutputProcessor:
         self._clock = clock
         self._requests: dict[str, _Request] = {}
         self._answers: dict[str, tuple[_Request, _Answer]] = {}
-        """Of answers not ended, by the engine's request id."""
+        """By the engine's request id."""
+        self._num_open = 0
         self._token_texts: dict[int, str] = {}
 
     def add(
@@ -61,36 +59,42 @@ class OutputProcessor:
             engine_id = request_id if params.n == 1 else f"{request_id}-{index}"
             engine_requests.append(EngineRequest(engine_id, answer_params(params, index)))
             answer = _Answer(request_id, index, params, self._tokenizer, self._token_text)
-            request.answers.append(answer)
+            request.answers[engine_id] = answer
             self._answers[engine_id] = (request, answer)
+        self._num_open += params.n
         return engine_requests
 
     def process(self, outputs: Iterable[EngineOutput]) -> Processed:
         """Takes in one step's outputs. Those of answers that have ended are dropped."""
         processed = Processed([], [])
-        now = self._clock()
+        now_s = self._clock()
         for output in outputs:
-            if output.request_id not in self._answers:
+            request, answer = self._answers.get(output.request_id, (None, None))
+            if request is None or answer is None or answer.finish_reason is not None:
                 continue
-            request, answer = self._answers[output.request_id]
-            request.observe(output, now, self._token_text)
+            request.observe(output, now_s, self._token_text)
             delta = answer.advance(output)
             if delta.finish_reason is not None:
-                del self._answers[output.request_id]
+                self._num_open -= 1
                 if not output.finished:
                     processed.aborts.append(output.request_id)
-            if delta.finish_reason is not None or delta.text or delta.token_ids:
+            if delta.finish_reason is not None or delta.token_ids:
                 processed.deltas.append(delta)
         return processed
 
     def abort(self, request_id: str) -> list[str]:
         """Ends a request's open answers where they are. Returns the engine requests to abort."""
         request = self._requests[request_id]
-        engine_ids = [id for id, (owner, _) in self._answers.items() if owner is request]
+        engine_ids = [id for id, answer in request.answers.items() if answer.finish_reason is None]
         for engine_id in engine_ids:
-            _, answer = self._answers.pop(engine_id)
-            answer.abort()
+            request.answers[engine_id].abort()
+        self._num_open -= len(engine_ids)
         return engine_ids
+
+    def record_metrics(self, engine_id: str, metrics: RequestMetrics) -> None:
+        """How an answer was served that ended here, not in the engine, whose output has no metrics then."""
+        _, answer = self._answers[engine_id]
+        answer.metrics = metrics
 
     def output(self, request_id: str) -> RequestOutput:
         """The request's answers as far as they are."""
@@ -98,17 +102,18 @@ class OutputProcessor:
 
     def pop(self, request_id: str) -> RequestOutput:
         """The answers of a request that has ended, which is then forgotten."""
-        request = self._requests[request_id]
+        request = self._requests.pop(request_id)
         assert request.finished, f"{request_id} is still running"
-        del self._requests[request_id]
+        for engine_id in request.answers:
+            del self._answers[engine_id]
         return request.output()
-
-    @property
-    def num_open_answers(self) -> int:
-        return len(self._answers)
 
     def is_finished(self, request_id: str) -> bool:
         return self._requests[request_id].finished
+
+    @property
+    def num_open_answers(self) -> int:
+        return self._num_open
 
     def _token_text(self, token: int) -> str:
         text = self._token_texts.get(token)
@@ -137,7 +142,8 @@ class _Request:
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], arrival_s: float
     ) -> None:
         self.request_id = request_id
-        self.answers: list[_Answer] = []
+        self.answers: dict[str, _Answer] = {}
+        """By the engine's request id, in the order of their index."""
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -145,7 +151,7 @@ class _Request:
 
     @property
     def finished(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self.answers)
+        return all(answer.finish_reason is not None for answer in self.answers.values())
 
     def observe(self, output: EngineOutput, now_s: float, token_text: TokenText) -> None:
         """Takes what is the request's own from one of its answers' outputs."""
@@ -160,13 +166,13 @@ class _Request:
             ]
 
     def output(self) -> RequestOutput:
-        metrics = [answer.metrics for answer in self.answers if answer.metrics is not None]
+        metrics = [answer.metrics for answer in self.answers.values() if answer.metrics is not None]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=self._prompt_logprobs,
-            outputs=[answer.completion() for answer in self.answers],
+            outputs=[answer.completion() for answer in self.answers.values()],
             finished=self.finished,
             metrics=_summed(metrics),
             times=msgspec.structs.replace(self._times),
@@ -175,13 +181,7 @@ class _Request:
 
 
 class _Answer:
-    """One answer: the engine's token ids so far and the text that they make.
-
-    num_shown counts the ids that no stop string can cut any more:
-
-        token_ids   [ shown ........ | held back ........... ]
-                                     num_shown
-    """
+    """One answer: the engine's token ids so far and the text that they make."""
 
     def __init__(
         self,
@@ -193,6 +193,7 @@ class _Answer:
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.metrics: RequestMetrics | None = None
+        """Known when it has ended."""
         self._request_id = request_id
         self._index = index
         self._include_stop = params.include_stop_str_in_output
@@ -203,58 +204,61 @@ class _Answer:
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
         )
-        self._ends = _TokenEnds(tokenizer, params.skip_special_tokens) if params.stop_strings else None
         self._texts: list[str] = []
-        self._text_len = 0
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self._num_shown = 0
         self._stop_reason: int | str | None = None
         self._error: str | None = None
 
     def advance(self, output: EngineOutput) -> Delta:
-        """Takes in new ids; the delta is what can be shown of them, and of those held back before."""
-        ids = list(output.token_ids)
+        """Takes in new ids. The delta has no text where a stop string may still come of it."""
+        first = len(self._token_ids)
+        self._token_ids += output.token_ids
         if self._logprobs is not None and output.logprobs is not None:
             self._logprobs += output.logprobs
-        ended_by_token = output.finish_reason is FinishReason.STOP and not self._include_stop
-        text = self._push(ids, num_text_ids=len(ids) - 1 if ended_by_token and ids else len(ids))
+        text = self._detokenizer.push(self._text_ids(output))
         if self._detokenizer.stopped is not None:
             self._cut_at_stop(self._detokenizer.stopped)
         elif output.finish_reason is not None:
-            self.finish_reason = output.finish_reason
-            self._stop_reason = output.stop_reason
-            self._error = output.error
-            text += self._detokenizer.finish()
+            text += self._finish(output)
         if self.finish_reason is not None:
             self.metrics = output.metrics
-        return self._show(text)
-
-    def abort(self) -> None:
-        """Ends the answer where it is."""
-        self.finish_reason = FinishReason.ABORT
-        self._show(self._detokenizer.finish())
-
-    def completion(self) -> CompletionOutput:
-        """The answer as far as it can be shown."""
-        shown = self._token_ids[: self._num_shown]
-        logprobs = None if self._logprobs is None else self._logprobs[: self._num_shown]
-        return CompletionOutput(
+        self._texts.append(text)
+        return Delta(
+            request_id=self._request_id,
             index=self._index,
-            text="".join(self._texts),
-            token_ids=shown,
-            cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
-            logprobs=self._entries(0, self._num_shown),
+            text=text,
+            token_ids=self._token_ids[first:],
+            logprobs=self._entries(first),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             error=self._error,
         )
 
-    def _push(self, ids: list[int], *, num_text_ids: int) -> str:
-        self._token_ids += ids
-        if self._ends is not None:
-            self._ends.push(ids[:num_text_ids])
-        return self._detokenizer.push(ids[:num_text_ids])
+    def abort(self) -> None:
+        """Ends the answer where it is."""
+        self.finish_reason = FinishReason.ABORT
+        self._texts.append(self._detokenizer.finish())
+
+    def completion(self) -> CompletionOutput:
+        """The answer as far as it can be shown."""
+        logprobs = self._logprobs
+        return CompletionOutput(
+            index=self._index,
+            text="".join(self._texts),
+            token_ids=list(self._token_ids),
+            cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
+            logprobs=self._entries(0),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            error=self._error,
+        )
+
+    def _text_ids(self, output: EngineOutput) -> Sequence[int]:
+        """The new ids that are text: a stop token is not."""
+        if output.finish_reason is FinishReason.STOP and not self._include_stop:
+            return output.token_ids[:-1]
+        return output.token_ids
 
     def _cut_at_stop(self, stop: str) -> None:
         self.finish_reason = FinishReason.STOP
@@ -265,61 +269,24 @@ class _Answer:
         if self._logprobs is not None:
             del self._logprobs[kept:]
 
-    def _show(self, text: str) -> Delta:
-        self._texts.append(text)
-        self._text_len += len(text)
-        first = self._num_shown
-        if self._ends is None or self.finish_reason is not None:
-            self._num_shown = len(self._token_ids)
-        else:
-            self._num_shown = self._ends.num_covered(self._text_len)
-        return Delta(
-            request_id=self._request_id,
-            index=self._index,
-            text=text,
-            token_ids=self._token_ids[first : self._num_shown],
-            logprobs=self._entries(first, self._num_shown),
-            finish_reason=self.finish_reason,
-            stop_reason=self._stop_reason,
-            error=self._error,
-        )
+    def _finish(self, output: EngineOutput) -> str:
+        """The engine ended the answer. Returns the text that was held back."""
+        self.finish_reason = output.finish_reason
+        self._stop_reason = output.stop_reason
+        self._error = output.error
+        text = self._detokenizer.finish()
+        if self._detokenizer.stopped is not None:
+            # An incomplete character at the very end became U+FFFD, and that completed a stop string.
+            self._cut_at_stop(self._detokenizer.stopped)
+        return text
 
-    def _entries(self, first: int, end: int) -> list[dict[int, Logprob]] | None:
+    def _entries(self, first: int) -> list[dict[int, Logprob]] | None:
         if self._logprobs is None:
             return None
         return [
             logprobs_by_id(token, entry, self._token_text)
-            for token, entry in zip(self._token_ids[first:end], self._logprobs[first:end], strict=True)
+            for token, entry in zip(self._token_ids[first:], self._logprobs[first:], strict=True)
         ]
-
-
-class _TokenEnds:
-    """Where each token's text ends, in characters from the start of the answer."""
-
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._ends: list[int] = []
-        self._end = 0
-        self._num_covered = 0
-
-    def push(self, ids: Sequence[int]) -> None:
-        for token in ids:
-            if token not in self._skipped:
-                self._end += len(self._decoder.decode(self._token_bytes(token)))
-            self._ends.append(self._end)
-
-    def num_covered(self, text_len: int) -> int:
-        """How many leading tokens end within the first `text_len` characters, which never shrink. One
-        that adds no character waits for its successor: what came before it may yet be all that is kept."""
-        while (
-            self._num_covered < len(self._ends)
-            and self._ends[self._num_covered] <= text_len
-            and (self._num_covered == 0 or self._ends[self._num_covered - 1] < text_len)
-        ):
-            self._num_covered += 1
-        return self._num_covered
 
 
 def logprobs_by_id(token: int, entry: TokenLogprobs, token_text: TokenText) -> dict[int, Logprob]:

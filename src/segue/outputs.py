@@ -44,7 +44,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     """Which of the `n` answers."""
     text: str
     token_ids: list[int]
-    """With the token that ended it, if one did; cut where a stop string began."""
+    """With the token that ended it: end of sequence, a stop token, or the one that completes a stop string."""
     cumulative_logprob: float | None = None
     """The sum over `token_ids`; None without logprobs."""
     logprobs: list[dict[int, Logprob]] | None = None

@@ -10,7 +10,7 @@ from segue.args import EngineArgs
 from segue.cli.table import format_table
 from segue.errors import CapacityError
 from segue.llm import LLM
-from segue.outputs import RequestOutput
+from segue.outputs import RequestOutput, TokensPrompt
 from segue.sample.params import SamplingParams
 
 _DECODE_PROMPT_LEN = 16
@@ -125,7 +125,7 @@ def _generate(llm: LLM, sequences: int, prompt_len: int, max_tokens: int, seed: 
     generator = random.Random(seed)
     vocab_size = llm.get_tokenizer().vocab_size
     prompts = [
-        {"prompt_token_ids": [generator.randrange(vocab_size) for _ in range(prompt_len)]}
+        TokensPrompt(prompt_token_ids=[generator.randrange(vocab_size) for _ in range(prompt_len)])
         for _ in range(sequences)
     ]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

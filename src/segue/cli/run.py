@@ -79,10 +79,10 @@ def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> 
                 sys.stdout.flush()
         output = stream.output
     if show and params.n == 1:
-        print()
+        print(flush=True)
     elif show:
         for answer in output.outputs:
-            print(f"--- {answer.index}\n{answer.text}")
+            print(f"--- {answer.index}\n{answer.text}", flush=True)
     return output
 
 
