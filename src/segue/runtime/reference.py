@@ -48,7 +48,7 @@ class ReferenceExecutor:
         """Make room for `num_blocks · block_size` positions. Raises CapacityError when there is none."""
         try:
             self._kv = _PagedKV(self._program, num_blocks, block_size)
-        except MemoryError:
+        except (MemoryError, ValueError):  # ValueError: more bytes than an address can count
             size = num_blocks * block_size * self.kv_bytes_per_token
             raise CapacityError(
                 f"no memory for {num_blocks} KV blocks of {block_size} tokens ({size / 2**30:.1f} GiB): "
@@ -229,10 +229,11 @@ def _rms_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
 
 
 def _silu_mul(x: FloatArray) -> FloatArray:
-    gate, up = np.split(x, 2, axis=-1)
+    width = x.shape[-1] // 2
+    gate, up = x[..., :width], x[..., width:]
     with np.errstate(over="ignore"):  # e^-gate is inf for a very negative gate, and the product 0
-        silu: FloatArray = gate / (np.float32(1) + np.exp(-gate))
-    return silu * up
+        activated: FloatArray = gate / (1 + np.exp(-gate)) * up
+    return activated
 
 
 def _wanted_inputs(seq: SeqStep) -> list[int]:
@@ -268,4 +269,4 @@ def _history(seq: SeqStep, num_drafts: int) -> list[int]:
     if not seq.sampling.needs_history:
         return []
     assert seq.history is not None
-    return [*seq.history[: seq.history_len], *seq.drafts[:num_drafts]]
+    return [*seq.history[: seq.start + len(seq.tokens)], *seq.drafts[:num_drafts]]

@@ -4,7 +4,7 @@ Quantised rows are blocks of 32 consecutive elements, each with scales of its ow
 
     Q4_0   d f16 | 16 bytes: elements 0-15 in the low nibbles, 16-31 in the high     x = d · (q - 8)
     Q4_1   d f16 | m f16 | 16 bytes, likewise                                        x = d · q + m
-    Q8_0   d f16 | int8 of each element                                                         x = d · q
+    Q8_0   d f16 | 32 of int8                                                        x = d · q
 """
 
 from typing import assert_never
