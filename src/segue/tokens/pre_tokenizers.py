@@ -7,17 +7,21 @@ tokenizers, in the form that llama.cpp uses, whose token ids are the reference.
 
 from dataclasses import dataclass
 
-_CONTRACTIONS = r"'s|'t|'re|'ve|'m|'ll|'d"
-_ANY_CASE_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_GPT2 = _CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_NEW_DIGITS = (
+    r"\x{10D40}-\x{10D49}\x{116D0}-\x{116E3}\x{11BF0}-\x{11BF9}\x{16130}-\x{16139}\x{16D70}-\x{16D79}"
+    r"\x{1CCF0}-\x{1CCF9}\x{1E5F1}-\x{1E5FA}"
+)
+"""Digits that Unicode 16 added. llama.cpp knows Unicode 15; the expressions here may be run by a newer one."""
+
+_NUMBER = rf"[\p{{N}}&&[^{_NEW_DIGITS}]]"
+_SYMBOL = rf"[^\s\p{{L}}{_NUMBER}]"
+_WORDS_OF_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?{_NUMBER}+| ?{_SYMBOL}+|\s+(?!\S)"
 
 
-def _llama3(digits: str) -> str:
+def _words_of_llama3(digits: str) -> str:
     return (
-        _ANY_CASE_CONTRACTIONS
-        + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
-        + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+        rf"|[^\r\n\p{{L}}{_NUMBER}]?\p{{L}}+|{digits}| ?{_SYMBOL}+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -32,21 +36,21 @@ class PreTokenizer:
     """Whether a prompt starts with the BOS token where the file does not say."""
 
 
-_SPLIT_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-_PLAIN_GPT2 = PreTokenizer((_GPT2,))
-_LLAMA3 = PreTokenizer((_llama3(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
-_QWEN2 = PreTokenizer((_llama3(r"\p{N}"),))
+_GPT2 = PreTokenizer((_WORDS_OF_GPT2,))
+_SMOLLM = PreTokenizer((_NUMBER, _WORDS_OF_GPT2))
+_LLAMA3 = PreTokenizer((_words_of_llama3(_NUMBER + "{1,3}"),), ignore_merges=True, add_bos=True)
+_QWEN2 = PreTokenizer((_words_of_llama3(_NUMBER),))
 
 PRE_TOKENIZERS = {
-    "command-r": _SPLIT_DIGITS,
+    "command-r": _SMOLLM,
     "deepseek-r1-qwen": _QWEN2,
-    "gpt-2": _PLAIN_GPT2,
+    "gpt-2": _GPT2,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "phi-2": _PLAIN_GPT2,
+    "phi-2": _GPT2,
     "qwen2": _QWEN2,
-    "refact": _SPLIT_DIGITS,
-    "smollm": _SPLIT_DIGITS,
-    "starcoder": _SPLIT_DIGITS,
+    "refact": _SMOLLM,
+    "smollm": _SMOLLM,
+    "starcoder": _SMOLLM,
 }
