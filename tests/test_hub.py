@@ -87,6 +87,7 @@ def test_resolve_alias(cache):
     path.touch()
     assert resolve_model("smollm2") == path
     assert pull("smollm2") == path, "one that is there is not fetched again"
+    assert list(path.parent.iterdir()) == [path], "nor does that need to write to the cache"
 
 
 def test_resolve_path(tmp_path):

@@ -271,7 +271,6 @@ def run_command(command: Sequence[str], *, scratch: Path, poll: Callable[[], Non
                 except subprocess.TimeoutExpired:
                     poll()
         finally:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()  # Does nothing once it has ended.
+            process.wait()
     return CommandResult(exit_code, log.read_text(errors="replace"))

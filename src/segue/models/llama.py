@@ -64,11 +64,7 @@ def build(model: ModelFile) -> Program:
     for key, neutral in _NEUTRAL.items():
         checked.only(key, neutral)
     sizes = _sizes(checked)
-    rope_dim = checked.integer(
-        "llama.rope.dimension_count", low=2, high=sizes.head_dim, default=sizes.head_dim
-    )
-    if rope_dim % 2:
-        raise checked.error(f"llama.rope.dimension_count={rope_dim} is odd")
+    rope_dim = _rope_dim(checked, sizes.head_dim)
     program = Program(
         ops=_ops(checked, sizes),
         widths={

@@ -113,12 +113,11 @@ OTHER_TYPES: Final = {
 }
 """Types that exist and are not supported, so that a message can name them."""
 
-_U32 = SCALARS[ValueType.UINT32]
-_U64 = SCALARS[ValueType.UINT64]
-_SMALLEST_ENTRY = _U64.size + _U32.size + 1
+_LENGTH: Final = SCALARS[ValueType.UINT64]
+"""What precedes a string."""
+_SMALLEST_ENTRY: Final = 8 + 4 + 1
 """Bytes of the shortest key with its value."""
-_SMALLEST_TENSOR_INFO = _U64.size + _U32.size + _U64.size + _U32.size + _U64.size
-_FIXED_HEADER = len(MAGIC) + _U32.size + 2 * _U64.size
+_SMALLEST_TENSOR_INFO: Final = 8 + 4 + 8 + 4 + 8
 
 
 def load_gguf(path: str | Path) -> ModelFile:
@@ -202,16 +201,14 @@ class _Parser:
         magic = self._buffer[: len(MAGIC)]
         if magic != MAGIC:
             raise self._error(f"not a GGUF file (it starts with {magic!r})")
-        if self._size < _FIXED_HEADER:
-            raise self._truncated("its first line")
         self._pos = len(MAGIC)
-        version = self._number(_U32, "its version")
+        version = self._u32("its version")
         if version not in VERSIONS:
             if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
                 raise self._error("a big-endian GGUF file; only little-endian files are supported")
             raise self._error(f"GGUF version {version} is not supported; versions 2 and 3 are")
-        num_tensors = self._number(_U64, "its tensor count")
-        num_entries = self._number(_U64, "its key count")
+        num_tensors = self._u64("its tensor count")
+        num_entries = self._u64("its key count")
         self._check_count(num_entries, _SMALLEST_ENTRY, "metadata keys")
         self._check_count(num_tensors, _SMALLEST_TENSOR_INFO, "tensors")
         return num_tensors, num_entries
@@ -237,11 +234,11 @@ class _Parser:
             case ValueType.BOOL:
                 return self._bools(1, what)[0]
             case scalar:
-                return self._number(SCALARS[scalar], what)
+                return self._scalar(SCALARS[scalar], what)
 
     def _array(self, what: str) -> list[object]:
         element = self._value_type(what)
-        count = self._number(_U64, what)
+        count = self._u64(what)
         if count > MAX_ARRAY_LENGTH:
             raise self._damaged(f"{what} has {count} elements, more than {MAX_ARRAY_LENGTH}")
         match element:
@@ -270,12 +267,12 @@ class _Parser:
 
     def _tensor_info(self, name: str) -> _TensorInfo:
         what = f"the description of tensor {show_name(name)}"
-        num_dimensions = self._number(_U32, what)
+        num_dimensions = self._u32(what)
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise self._damaged(f"the tensor {show_name(name)} has {num_dimensions} dimensions")
-        shape = tuple(self._number(_U64, what) for _ in range(num_dimensions))[::-1]
-        type_number = self._number(_U32, what)
-        offset = self._number(_U64, what)
+        shape = tuple(self._u64(what) for _ in range(num_dimensions))[::-1]
+        type_number = self._u32(what)
+        offset = self._u64(what)
         tensor_type = self._tensor_type(name, type_number)
         elements, size_bytes = BLOCKS[tensor_type]
         if min(shape) < 1:
@@ -357,21 +354,29 @@ class _Parser:
         self._pos = start + size
         return start
 
-    def _number(self, layout: struct.Struct, what: str) -> int:
-        """One number; a float for the float layouts."""
-        number: int = layout.unpack_from(self._buffer, self._advance(layout.size, what))[0]
-        return number
+    def _scalar(self, layout: struct.Struct, what: str) -> object:
+        scalar: object = layout.unpack_from(self._buffer, self._advance(layout.size, what))[0]
+        return scalar
+
+    def _u32(self, what: str) -> int:
+        return int.from_bytes(self._bytes(4, what), "little")
+
+    def _u64(self, what: str) -> int:
+        return int.from_bytes(self._bytes(8, what), "little")
+
+    def _bytes(self, size: int, what: str) -> bytes:
+        start = self._advance(size, what)
+        return self._buffer[start : start + size]
 
     def _value_type(self, what: str) -> ValueType:
-        number = self._number(_U32, what)
+        number = self._u32(what)
         try:
             return ValueType(number)
         except ValueError:
             raise self._damaged(f"{what} has the unknown type {number}") from None
 
     def _bools(self, count: int, what: str) -> list[bool]:
-        start = self._advance(count, what)
-        raw = self._buffer[start : start + count]
+        raw = self._bytes(count, what)
         if raw.strip(b"\x00\x01"):
             raise self._damaged(f"{what} is neither true nor false")
         return [byte == 1 for byte in raw]
@@ -381,9 +386,9 @@ class _Parser:
 
     def _strings(self, count: int, what: str) -> list[str]:
         """`count` strings. A vocabulary has a hundred thousand of them, so this loop is bare."""
-        self._check_count(count, _U64.size, f"strings in {what}")
+        self._check_count(count, _LENGTH.size, f"strings in {what}")
         buffer, size, pos = self._buffer, self._size, self._pos
-        length_at = _U64.unpack_from
+        length_at = _LENGTH.unpack_from
         strings: list[str] = []
         append = strings.append
         try:
