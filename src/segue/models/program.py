@@ -39,7 +39,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """Rotates q and k of `qkv` (RoPE, interleaved or half-split pairs), writes k and v to the layer's KV and attends causally.
+    """Rotates q and k of `qkv` (RoPE, interleaved or half-split pairs), writes k and v to the layer's KV
+    and attends causally.
 
     qkv [rows, (heads + 2·kv_heads) · head_dim] → out [rows, heads · head_dim]. Query head h reads KV head
     h // (heads // kv_heads). Scores are scaled by 1/√head_dim.
