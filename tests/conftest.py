@@ -9,6 +9,7 @@ import pytest
 from segue import hub
 from segue.errors import DownloadError
 from segue.llm import LLM
+from tests.weights.make_gguf import tiny_llama
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +28,20 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_path: Path) -> Iterator[LLM]:
+def smollm2_llm(smollm2_path: Path) -> Iterator[LLM]:
     """The model in this process, with room for a few short requests; the tests share its prefix cache."""
     with LLM(smollm2_path, max_model_len=1024, max_num_seqs=16) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of 320 ids and 256 positions: fast, and what it says means nothing."""
+    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_path: Path) -> Iterator[LLM]:
+    """The random model on the reference runtime."""
+    with LLM(tiny_path, runtime="reference", max_num_seqs=8) as llm:
         yield llm

@@ -203,6 +203,7 @@ class _Answer:
             stop=params.stop_strings,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
         )
         self._texts: list[str] = []
         self._token_ids: list[int] = []

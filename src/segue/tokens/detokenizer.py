@@ -22,10 +22,13 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        """A stop string counts where it begins after the text of the first `min_tokens` tokens."""
         self._tokenizer = tokenizer
         self._matcher = StopMatcher(stop) if stop else None
         self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
@@ -73,7 +76,8 @@ class Detokenizer:
         if self._match is not None:
             return ""
         self._num_tokens += 1
-        return self._advance_text(self._utf8.decode(token), matcher)
+        text = self._utf8.decode(token)
+        return text if self._num_tokens <= self._min_tokens else self._advance_text(text, matcher)
 
     def _advance_text(self, text: str, matcher: StopMatcher) -> str:
         if self._match is not None or not text:

@@ -1,0 +1,5 @@
+"""`python -m segue` is the `segue` command."""
+
+from segue.cli.main import main
+
+main()
