@@ -198,6 +198,7 @@ def chat(
     threads: Threads = None,
     max_model_len: MaxModelLen = None,
     kv_cache_dtype: KVDtype = "auto",
+    runtime: Runtime = "native",
     speculative_config: SpeculativeConfig = None,
 ) -> None:
     """Talk with a model in the terminal."""
@@ -221,6 +222,7 @@ def chat(
         max_model_len=max_model_len,
         max_num_seqs=1,
         kv_cache_dtype=kv_cache_dtype,
+        runtime=runtime,
         speculative_config=parse_object("speculative_config", speculative_config),
     )
     command.chat(args, params, system=system)
@@ -246,6 +248,7 @@ def bench(
     repeat: Annotated[int, typer.Option(min=1, help="Runs of each measurement.")] = 5,
     threads: Threads = None,
     kv_cache_dtype: KVDtype = "auto",
+    runtime: Runtime = "native",
     as_json: AsJson = False,
 ) -> None:
     """Measure prefill, and decoding alone and together."""
@@ -258,6 +261,7 @@ def bench(
         max_num_seqs=sequences,
         max_num_batched_tokens=max(512, prompt_len, sequences),
         kv_cache_dtype=kv_cache_dtype,
+        runtime=runtime,
         enable_prefix_caching=False,
     )
     workload = command.Workload(prompt_len=prompt_len, decode_len=decode_len, sequences=sequences)

@@ -9,6 +9,7 @@
 An error is one line on stderr. SEGUE_DEBUG=1 shows where it came from as well.
 """
 
+import io
 import os
 import sys
 import time
@@ -20,7 +21,11 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
 
 
 def main() -> None:
-    """The entry point."""
+    """The entry point. Text is UTF-8 on every stream, whatever the locale says; a stray byte on stdin is
+    found where the text is used."""
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=errors)
     sys.exit(run_command(sys.argv[1:]))
 
 

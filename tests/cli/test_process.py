@@ -1,0 +1,109 @@
+"""The command as a process of its own: signals, pipes, broken encodings. No traceback, ever."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+SEGUE = (sys.executable, "-m", "segue")
+
+
+def start(arguments: Sequence[str], **environment: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*SEGUE, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+    )
+
+
+def endless(path: Path) -> list[str]:
+    """A run that goes on for longer than any test."""
+    return ["run", str(path), "the", "--raw", "--ignore-eos", "--max-tokens", "250", "--runtime", "reference"]
+
+
+def test_ctrl_c_ends_a_run_quietly(tiny_path: Path) -> None:
+    with start(endless(tiny_path)) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, b"")
+
+
+def test_closed_pipe_ends_a_run_quietly(tiny_path: Path) -> None:
+    with start(endless(tiny_path)) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        err = process.stderr.read()
+        process.wait(timeout=30)
+    assert (process.returncode, err) == (141, b"")
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(tiny_path: Path) -> None:
+    arguments = ["chat", str(tiny_path), "--max-tokens", "200", "--runtime", "reference"]
+    with start([*arguments, "--temperature", "1", "--seed", "5"]) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"the hen\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        ready, _, _ = select.select([process.stdout], [], [], 30)
+        assert ready
+        out, err = process.communicate(b"/help\n", timeout=30)
+    assert process.returncode == 0
+    assert out.endswith(b" ...\n")
+    assert b"/reset" in err
+    assert b"Traceback" not in err
+
+
+def test_answer_is_utf8_whatever_the_locale(tiny_path: Path) -> None:
+    arguments = ["run", str(tiny_path), "the", "--raw", "--max-tokens", "8", "--runtime", "reference"]
+    biased = [*arguments, "--quiet", "--logit-bias", "134=100", "--logit-bias", "135=100"]
+    outputs = []
+    for environment in ({"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "utf-8"}):
+        with start(biased, **environment) as process:
+            out, err = process.communicate(timeout=30)
+        assert (process.returncode, err) == (0, b"")
+        outputs.append(out)
+    assert outputs[0] == outputs[1]
+    assert "\ufffd" in outputs[0].decode("utf-8")
+
+
+def test_prompt_that_is_not_utf8() -> None:
+    process = subprocess.run([*SEGUE, "run", "smollm2", b"\xff\xfe"], capture_output=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.count(b"\n") == 1
+    assert b"not valid UTF-8" in process.stderr
+
+
+def test_full_disk_is_one_line(tiny_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [*SEGUE, "inspect", str(tiny_path)], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert process.returncode == 1
+    assert process.stderr.count(b"\n") == 1
+    assert b"No space left" in process.stderr
+
+
+def test_version_loads_no_libraries() -> None:
+    code = (
+        "import sys; from segue.cli.main import run_command; run_command(['--version']); print(*sys.modules)"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout.split()
+    assert not {b"numpy", b"msgspec", b"typer", b"rich"} & set(loaded)
+
+
+def test_the_real_model_answers(smollm2_path: Path) -> None:
+    arguments = ["run", str(smollm2_path), "What is the capital of France?", "--json", "--max-tokens", "16"]
+    process = subprocess.run([*SEGUE, *arguments], capture_output=True, check=True)
+    assert "Paris" in json.loads(process.stdout)["outputs"][0]["text"]
