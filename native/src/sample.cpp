@@ -13,12 +13,13 @@ constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kMaxFloat = std::numeric_limits<float>::max();
 constexpr float kMinFloat = std::numeric_limits<float>::min();
 
-// Loops run over blocks of this many ids; the lanes inside let a compiler vectorise without reordering anything.
+// Loops run over blocks of this many ids; the lanes inside let a compiler vectorise without reordering
+// anything.
 constexpr size_t kBlock = 512;
 constexpr size_t kLanes = 16;
 
-// An id's weight is its probability in units of 1/2^32 of the most likely id's, rounded: an integer. Sums of weights are
-// exact in a double up to 2^21 ids, so no order of summation changes which id is drawn.
+// An id's weight is its probability in units of 1/2^32 of the most likely id's, rounded: an integer. Sums of
+// weights are exact in a double up to 2^21 ids, so no order of summation changes which id is drawn.
 constexpr double kWeightOne = 4294967296.0;
 
 // Bins of 1/64 nat down to the smallest weight, 32 · ln(2) = 22.2 nats below the most likely id.
@@ -31,8 +32,8 @@ constexpr float kLowestExponent = -87.0f;
 // max(x, -87), and -87 for NaN.
 inline float clamp_exponent(float x) { return x > kLowestExponent ? x : kLowestExponent; }
 
-// e^x for x in [-87, 0]. Cephes' expf: 2^n · e^r with |r| ≤ ln(2)/2. To stay vectorisable it is called in loops of its
-// own, on exponents that are clamped already.
+// e^x for x in [-87, 0]. Cephes' expf: 2^n · e^r with |r| ≤ ln(2)/2. To stay vectorisable it is called in
+// loops of its own, on exponents that are clamped already.
 inline float exp_of(float x) {
     constexpr float kRoundToInteger = 12582912.0f;  // 1.5 · 2^23: adding it leaves no room for a fraction
     const float n = (x * 1.44269504088896341f + kRoundToInteger) - kRoundToInteger;
@@ -128,8 +129,8 @@ bool ranks_before(const Cut& a, const Cut& b) {
 // A row's ids by likelihood, coarsely: enough to find where a ranking is cut without sorting the vocabulary.
 class Ranking {
 public:
-    // exponents [vocab]: log of the probability relative to the most likely id; relative [vocab]: e to that, or 0 for an
-    // id that is no candidate.
+    // exponents [vocab]: log of the probability relative to the most likely id; relative [vocab]: e to that,
+    // or 0 for an id that is no candidate.
     Ranking(std::span<const float> exponents, std::span<const float> relative)
         : exponents_(exponents), relative_(relative) {
         for (size_t i = 0; i < exponents.size(); ++i) {
@@ -156,7 +157,8 @@ public:
         double mass = 0.0;
         for (size_t b = 0; b < kNumBins; ++b) {
             const Bin& bin = bins_[b];
-            if (bin.count > 0.0 && enough(count + bin.count, mass + bin.mass)) return cut_inside(b, count, mass, enough);
+            if (bin.count > 0.0 && enough(count + bin.count, mass + bin.mass))
+                return cut_inside(b, count, mass, enough);
             count += bin.count;
             mass += bin.mass;
         }

@@ -1,7 +1,8 @@
 // Drawing a token id from a row of logits, and log-probabilities of a row.
 //
-// The Python twin, written to be read, is segue/sample/reference.py; it is the definition, and both draw the same id.
-// Nothing here depends on the machine: no libm but one double-precision log, no sum whose order matters for the id drawn.
+// The Python twin, written to be read, is segue/sample/reference.py; it is the definition, and both draw the
+// same id. Nothing here depends on the machine: no libm but one double-precision log, no sum whose order
+// matters for the id drawn.
 
 #pragma once
 
@@ -40,9 +41,9 @@ struct TokenLogprobs {
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 std::array<uint32_t, 4> philox4x32(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key);
 
-// The id drawn for `position` from logits [vocab]. `history` holds the ids at all positions below, or nothing when the
-// spec has no penalties. `scratch` grows to 3 · vocab and can be reused. When every id is banned (or -inf), the id is 0;
-// with a NaN or +inf among the logits it is some id in [0, vocab).
+// The id drawn for `position` from logits [vocab]. `history` holds the ids at all positions below, or nothing
+// when the spec has no penalties. `scratch` grows to 3 · vocab and can be reused. When every id is banned (or
+// -inf), the id is 0; with a NaN or +inf among the logits it is some id in [0, vocab).
 int32_t sample_row(std::span<const float> logits, const SamplingSpec& spec, int32_t position,
                    std::span<const int32_t> history, std::vector<float>& scratch);
 
