@@ -34,7 +34,8 @@ class _InFlight(msgspec.Struct):
 class Engine:
     """Continuous batching of requests over a runtime. Errors of one request do not touch the others."""
 
-    def __init__(self, runtime: Runtime, config: EngineConfig) -> None:
+    def __init__(self, runtime: Runtime, config: EngineConfig, *, step_thread: bool = True) -> None:
+        """`step_thread=False` executes a step when its result is asked for, at any depth: for simulation."""
         self.config = config
         self.vocab_size = runtime.vocab_size
         self.pool = BlockPool(config.num_kv_blocks, enable_caching=config.enable_prefix_caching)
@@ -42,7 +43,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         """Those that are not finished, by id."""
         self._runtime = runtime
-        self._worker = ThreadPoolExecutor(1, "segue-step") if config.async_depth > 1 else None
+        self._worker = ThreadPoolExecutor(1, "segue-step") if config.async_depth > 1 and step_thread else None
         self._in_flight: deque[_InFlight] = deque()
         self._num_steps = 0
         self._num_requests = 0
@@ -94,7 +95,8 @@ class Engine:
         )
         self._num_requests += 1
         self.requests[request_id] = request
-        self._fold(request, chunk)
+        request.chunks.append(chunk)
+        self._go_on(request)
 
     def _timeline(self, cache_salt: str | None) -> Timeline:
         config = self.config
@@ -106,7 +108,7 @@ class Engine:
         chunk = self._chunk(token_ids, params)
         if params is not None and params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
-        if request.turn is not None or request.chunks:
+        if request.turn is not None:
             self._check_length(len(chunk.token_ids), params)
             request.chunks.append(chunk)
             return
@@ -114,7 +116,8 @@ class Engine:
         if length == 0 and params is not None:
             raise ParameterError("token_ids", [], "there is nothing to answer; give at least one token")
         self._check_length(length, params)
-        self._fold(request, chunk)
+        request.chunks.append(chunk)
+        self._go_on(request)
 
     def end_input(self, request_id: str) -> None:
         """No more chunks will come: the request finishes when the queued ones are answered."""
@@ -158,13 +161,6 @@ class Engine:
                 f"the input has {length} tokens and max_model_len={self.config.max_model_len} "
                 "must hold it and the answer: shorten it or raise max_model_len"
             )
-
-    def _fold(self, request: Request, chunk: Chunk) -> None:
-        self.pool.release(request.fold(chunk, self.config))
-        if request.has_work:
-            self.scheduler.enqueue(request)
-        else:
-            self.scheduler.park(request)
 
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -226,7 +222,7 @@ class Engine:
         timeline, turn = request.timeline, request.turn
         assert turn is not None
         kept, stop = turn.trim(len(timeline.tokens), seq.tokens)
-        self._record_prompt_logprobs(request, flight, seq)
+        self._record_prompt_logprobs(request, seq)
         complete = timeline.publishable_len
         timeline.settle(flight, kept, seq.drafts, seq.draft_kv_len)
         self.scheduler.publish(timeline, complete)
@@ -241,16 +237,16 @@ class Engine:
 
     def _settle_prefill(self, request: Request, flight: Flight, seq: SeqResult) -> None:
         timeline = request.timeline
-        self._record_prompt_logprobs(request, flight, seq)
+        self._record_prompt_logprobs(request, seq)
         complete = timeline.publishable_len
         timeline.settle(flight, (), (), seq.draft_kv_len)
         self.scheduler.publish(timeline, complete)
         if not request.has_work:
             self._go_on(request)
 
-    def _record_prompt_logprobs(self, request: Request, flight: Flight, seq: SeqResult) -> None:
+    def _record_prompt_logprobs(self, request: Request, seq: SeqResult) -> None:
         if request.prompt_logprobs is not None and seq.prompt_logprobs:
-            at = flight.start + 1
+            at = seq.start + 1
             request.prompt_logprobs[at : at + len(seq.prompt_logprobs)] = seq.prompt_logprobs
 
     def _end_turn(self, request: Request, stop: Stop, output: EngineOutput) -> None:
@@ -264,15 +260,17 @@ class Engine:
             output.finished = True
 
     def _go_on(self, request: Request) -> None:
-        """Between turns: the next chunk, or wait for one, or the end."""
-        if request.chunks:
+        """Between turns: fold in what is queued until there is a turn; then there is work, a wait for input, or the end."""
+        while request.chunks and request.turn is None:
             chunk = request.chunks.popleft()
             try:
                 self._check_length(len(request.timeline.tokens) + len(chunk.token_ids), chunk.params)
             except CapacityError as error:
                 self._fail(request, str(error))
-            else:
-                self._fold(request, chunk)
+                return
+            self.pool.release(request.fold(chunk, self.config))
+        if request.has_work:
+            self.scheduler.enqueue(request)
         elif request.input_open:
             self.scheduler.park(request)
         else:

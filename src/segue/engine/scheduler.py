@@ -211,11 +211,11 @@ class Scheduler:
             if newest is not None and newest.samples:
                 # Its input is not known yet. It is needed unless the flight before it must end the turn.
                 assert turn is not None
-                fits = newest.end + newest.end_slack < self.config.max_model_len
-                if newest.end + 2 <= turn.limit and fits:
+                start = timeline.next_start
+                if start + 2 <= turn.limit and start + timeline.slack < self.config.max_model_len:
                     decodes.append(request)
                 continue
-            missing = request.target - (timeline.kv_len if newest is None else newest.end)
+            missing = request.target - timeline.next_start
             if missing == 1 and turn is not None:
                 decodes.append(request)
             elif missing > 0:
@@ -233,14 +233,10 @@ class Scheduler:
         timeline, turn = request.timeline, request.turn
         assert turn is not None
         newest = timeline.flights[-1] if timeline.flights else None
-        after = None
-        if newest is None:
-            start, slack, offered = timeline.kv_len, 0, len(timeline.drafts)
-        elif newest.samples:
-            start, slack, offered = newest.end, newest.end_slack, newest.propose
-            after = After(newest.step, newest.index)
-        else:
-            start, slack, offered = newest.end, 0, 0
+        start, slack = timeline.next_start, timeline.slack
+        after, offered = None, len(timeline.drafts)
+        if newest is not None and newest.samples:
+            after, offered = After(newest.step, newest.index), newest.propose
         num_drafts = propose = 0
         if self.margin:
             room = self.config.max_model_len - start - slack - 1
@@ -266,7 +262,7 @@ class Scheduler:
             self._clear_reserve(request)
         draft.spare_drafts -= num_drafts
         drafts = () if after is not None else timeline.drafts[:num_drafts]
-        self._plan(request, draft, start, slack, 1, num_drafts, propose, after, drafts)
+        self._plan(request, draft, start, 1, num_drafts, propose, after, drafts)
 
     def _plan_prefill(self, request: Request, draft: _Draft) -> None:
         """The next chunk of known tokens; the last one of a turn samples. Its blocks are reserved."""
@@ -281,7 +277,7 @@ class Scheduler:
         lookahead = max(propose, int(samples)) if self.config.has_draft_model else 0
         self._own_block_at(timeline, start, draft)
         self._grow(timeline, end + lookahead)
-        self._plan(request, draft, start, 0, num_tokens, 0, propose, None, ())
+        self._plan(request, draft, start, num_tokens, 0, propose, None, ())
 
     def _num_to_propose(self, request: Request, end: int, room: int) -> int:
         """How many drafts to ask for, to follow the id sampled at position `end` or later."""
@@ -301,7 +297,6 @@ class Scheduler:
         request: Request,
         draft: _Draft,
         start: int,
-        slack: int,
         num_tokens: int,
         num_drafts: int,
         propose: int,
@@ -314,7 +309,7 @@ class Scheduler:
         samples = after is not None or (turn is not None and end == len(timeline.tokens))
         sampling = turn.sampling if turn is not None and samples else None
         newest = timeline.flights[-1] if timeline.flights else None
-        draft_kv = timeline.draft_kv_len if newest is None else newest.draft_kv_end
+        draft_kv = max(timeline.draft_kv_len, newest.draft_kv_end if newest is not None else 0)
         runs_draft_model = self.config.has_draft_model and (propose > 0 or num_tokens > 1 or not samples)
         needs_history = propose > 0 or runs_draft_model or (sampling is not None and sampling.needs_history)
         targets: Sequence[int] = ()
@@ -342,7 +337,6 @@ class Scheduler:
             len(draft.parts),
             timeline.epoch,
             start,
-            slack,
             num_tokens,
             num_drafts,
             samples,
@@ -402,11 +396,11 @@ class Scheduler:
         return True
 
     def _cached_blocks(self, request: Request) -> list[int]:
-        """The longest cached prefix that leaves the last token to compute. Scored prompts are computed whole."""
+        """The longest cached prefix that leaves a token to compute. Scored prompts are computed whole."""
         if not self.config.enable_prefix_caching or request.prompt_logprobs is not None:
             return []
         timeline = request.timeline
-        num_full = (len(timeline.tokens) - 1) // self.config.block_size
+        num_full = (request.target - 1) // self.config.block_size
         return self.pool.lookup(timeline.key(i) for i in range(num_full))
 
     def publish(self, timeline: Timeline, old_len: int) -> None:

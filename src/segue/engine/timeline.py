@@ -27,26 +27,16 @@ class Flight(msgspec.Struct, frozen=True, gc=False):
     epoch: int
     """The timeline's when it was planned. Where the timeline has moved on, the result is stale."""
     start: int
-    """First position computed; the lowest it can be, since an earlier flight may keep more drafts."""
-    slack: int
-    """How much higher it can be."""
+    """First position computed, at the lowest; higher when flights before it keep drafts."""
     num_tokens: int
     """Inputs that are not drafts."""
     max_drafts: int
+    """The most drafts it verifies, and so the most by which it moves the start of the next one."""
     samples: bool
     propose: int
     """How many drafts were asked for, for the step after."""
     draft_kv_end: int
     """Below this the draft model's KV will be right at least, once this flight has landed."""
-
-    @property
-    def end(self) -> int:
-        """Where the flight after it starts, at the lowest."""
-        return self.start + self.num_tokens
-
-    @property
-    def end_slack(self) -> int:
-        return self.slack + self.max_drafts
 
 
 class Timeline:
@@ -91,8 +81,19 @@ class Timeline:
 
     @property
     def next_start(self) -> int:
-        """Where the next part starts, at the lowest: after the newest flight, or where KV ends."""
-        return self.flights[-1].end if self.flights else self.kv_len
+        """Where the next part starts, at the lowest: after what flies, or where KV ends."""
+        start = self.kv_len
+        for flight in self.flights:
+            start += flight.num_tokens
+        return start
+
+    @property
+    def slack(self) -> int:
+        """How much higher the next part can start: when all drafts in flight are kept."""
+        slack = 0
+        for flight in self.flights:
+            slack += flight.max_drafts
+        return slack
 
     def key(self, index: int) -> bytes:
         """The key of block `index`, which must be full of committed tokens."""
@@ -123,7 +124,7 @@ class Timeline:
             self.kv_len = len(self.tokens) - 1
             self.drafts = drafts
         else:
-            self.kv_len = flight.end
+            self.kv_len = flight.start + flight.num_tokens
         if draft_kv_len is not None:
             self.draft_kv_len = min(draft_kv_len, len(self.tokens))
 
@@ -164,12 +165,10 @@ class Timeline:
         assert 0 <= self.draft_kv_len <= len(self.tokens)
         assert self.kv_len <= len(self.blocks) * self.block_size
         assert len(self._keys) <= len(self.tokens) // self.block_size
-        position, slack, sampled = self.kv_len, 0, False
+        sampled = False
         for flight in self.flights:
             assert flight.epoch == self.epoch
-            assert (flight.start, flight.slack) == (position, slack), (
-                "a flight starts where the one before ends"
-            )
+            assert flight.start <= self.next_start
             assert not sampled or (flight.samples and flight.num_tokens == 1)
-            position, slack, sampled = flight.end, flight.end_slack, flight.samples
-            assert position + slack <= len(self.blocks) * self.block_size
+            sampled = flight.samples
+        assert self.next_start + self.slack <= len(self.blocks) * self.block_size

@@ -115,10 +115,10 @@ class LocalRuntime:
                 break
             parts.append(parent)
             after = parent.after
-        end = seq.history_len
+        end = max(first, seq.history_len)
         for part in reversed(parts):
-            ids.extend(part.result.tokens[end - part.first_new :])
-            end = part.first_new + len(part.result.tokens)
+            ids.extend(part.result.tokens[max(0, end - part.first_new) :])
+            end = max(end, part.first_new + len(part.result.tokens))
         return ids
 
     # --- drafts -----------------------------------------------------------------------------------------------

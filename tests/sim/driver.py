@@ -1,0 +1,316 @@
+"""Deterministic simulation: everything at once over tiny pools, from one seed, checked at every step.
+
+`Simulation(seed).run(steps)` draws a setup, lets requests arrive, grow, stop, fail and go away at random, and raises
+`Violation` at the first thing that is not as it must be. The checks are in `checks.py`, what the answers must be in
+`plain.py`.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from segue.engine.config import EngineConfig, SpeculativeConfig
+from segue.engine.engine import Engine
+from segue.engine.outputs import EngineOutput, FinishReason
+from segue.runtime.runtime import LocalRuntime
+from segue.sample.params import SamplingParams
+from segue.speculate.draft_model import DraftModelDrafter
+from segue.speculate.drafter import Drafter
+from segue.speculate.ngram import NgramDrafter
+from tests.sim.checks import Violation, check_engine, check_output, require
+from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
+from tests.sim.plain import Answer, PlainSession
+
+EOS = frozenset({1})
+MAX_IDLE_STEPS = 400
+"""No request may go without any news for this many steps, faults and priorities apart."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What one simulation runs with."""
+
+    config: EngineConfig
+    faults: bool
+    threaded: bool = False
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> "Setup":
+        block_size = rng.choice((1, 4, 16))
+        max_model_len = rng.choice((20, 33, 48, 64))
+        least = -(-max_model_len // block_size)
+        method = rng.choice((None, "ngram", "draft_model"))
+        speculative = None
+        if method is not None:
+            speculative = SpeculativeConfig(
+                method=method,
+                num_speculative_tokens=rng.randint(1, 5),
+                prompt_lookup_min=rng.randint(1, 2),
+                prompt_lookup_max=rng.randint(2, 4),
+                model="draft" if method == "draft_model" else None,
+                adaptive=rng.random() < 0.3,
+            )
+        max_num_seqs = rng.randint(1, 8)
+        return cls(
+            EngineConfig(
+                max_model_len=max_model_len,
+                num_kv_blocks=rng.choice((least, least + 1, least * 2, least * 3, least * 8)),
+                block_size=block_size,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 7, 32, 200)),
+                enable_prefix_caching=rng.random() < 0.7,
+                async_depth=rng.randint(1, 3),
+                scheduling_policy=rng.choice(("fcfs", "priority")),
+                speculative=speculative,
+                eos_token_ids=EOS,
+                seed=7,
+            ),
+            faults=rng.random() < 0.3,
+        )
+
+
+@dataclass
+class Client:
+    """One request as its user sees it: what was sent, what came back, what must come."""
+
+    request_id: str
+    plain: PlainSession
+    resumable: bool
+    chunks: deque[tuple[list[int], SamplingParams | None]] = field(default_factory=deque)
+    """Sent and not yet answered."""
+    expected: Answer | None = None
+    got: Answer | None = None
+    idle_steps: int = 0
+    input_open: bool = True
+
+    def begin(self) -> None:
+        """Work out the next answer, if one is due."""
+        while self.expected is None and self.chunks:
+            ids, params = self.chunks[0]
+            if len(self.plain.history) + len(ids) > self.plain.max_model_len - (params is not None):
+                return
+            self.chunks.popleft()
+            self.expected = self.plain.turn(ids, params)
+            self.got = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.expected is not None or bool(self.chunks)
+
+
+class Simulation:
+    """One engine over the oracle, driven by one seed."""
+
+    def __init__(self, seed: int, setup: Setup | None = None) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.setup = Setup.draw(self.rng) if setup is None else setup
+        config = self.setup.config
+        self.model = OracleModel()
+        self.target = OracleExecutor(self.model, config.max_model_len)
+        self.target.allocate_kv(config.num_kv_blocks, config.block_size)
+        self.draft: OracleDraftExecutor | None = None
+        runtime = LocalRuntime(self.target, drafter=self._drafter())
+        self.engine = Engine(runtime, config, step_thread=self.setup.threaded)
+        self.clients: dict[str, Client] = {}
+        self.num_steps = 0
+        self.num_finished = 0
+        self.key_contents: dict[bytes, object] = {}
+        self._num_requests = 0
+
+    def _drafter(self) -> Drafter | None:
+        speculative = self.setup.config.speculative
+        if speculative is None:
+            return None
+        if speculative.method == "ngram":
+            return NgramDrafter(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
+        config = self.setup.config
+        self.draft = OracleDraftExecutor(OracleModel(flavour=3), config.max_model_len, target=self.target)
+        self.draft.allocate_kv(config.num_kv_blocks, config.block_size)
+        return DraftModelDrafter(self.draft)
+
+    def run(self, num_steps: int) -> None:
+        """Run, then let everything end, and see that nothing is left."""
+        try:
+            for _ in range(num_steps):
+                self._events()
+                self.step()
+            self.drain()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.engine.close()
+
+    def drain(self) -> None:
+        """Close all input, let everything finish, and check that every block is free."""
+        for client in list(self.clients.values()):
+            self._end_input(client)
+        for _ in range(20_000):
+            if not self.engine.has_unfinished_requests():
+                break
+            self.step()
+        require(not self.clients, f"requests never finished: {list(self.clients)}")
+        stats = self.engine.stats
+        require(stats.num_free_blocks == stats.num_kv_blocks, "blocks leaked")
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    def _events(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.25 and len(self.clients) < 12:
+            self._arrive()
+        clients = list(self.clients.values())
+        if clients and rng.random() < 0.25:
+            client = rng.choice(clients)
+            event = rng.random()
+            if event < 0.1:
+                self.engine.abort_request(client.request_id)
+                del self.clients[client.request_id]
+            elif client.resumable and client.input_open:
+                if event < 0.2:
+                    self._end_input(client)
+                else:
+                    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+                        self._send_chunk(client)
+        if rng.random() < 0.01:
+            self.engine.reset_prefix_cache()
+        if self.setup.faults and rng.random() < 0.02:
+            if rng.random() < 0.5:
+                self.target.fail_next = True
+            else:
+                self.target.nan_next = True
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        self._num_requests += 1
+        request_id = f"r{self._num_requests}"
+        resumable = rng.random() < 0.4
+        keep = rng.choice(("computed", "all"))
+        prompt = self._prompt(rng.randint(1, self.setup.config.max_model_len - 1))
+        params = None if resumable and rng.random() < 0.3 else self._params(resumable)
+        config = self.setup.config
+        client = Client(
+            request_id,
+            PlainSession(self.model, EOS, config.max_model_len, keep),
+            resumable,
+            input_open=resumable,
+        )
+        self.engine.add_request(
+            request_id,
+            prompt,
+            params,
+            priority=rng.randint(0, 2),
+            cache_salt=rng.choice((None, None, "salt")),
+            resumable=resumable,
+            keep=keep,
+        )
+        self.clients[request_id] = client
+        client.chunks.append((prompt, params))
+        client.begin()
+
+    def _prompt(self, length: int) -> list[int]:
+        """A few families of prompts, so that prefixes are shared and n-grams repeat."""
+        rng = self.rng
+        family = rng.randint(0, 2)
+        ids = [(i * (family + 1)) % 9 + 2 for i in range(length)]
+        if rng.random() < 0.5:
+            ids[rng.randrange(length)] = rng.randint(2, 31)
+        return ids
+
+    def _params(self, resumable: bool) -> SamplingParams:
+        rng = self.rng
+        max_tokens = rng.choice((1, 2, 3, 8, 20, None))
+        min_tokens = rng.choice((0, 0, 0, 1, 2, 5))
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
+            temperature=rng.choice((0.0, 0.0, 1.0)),
+            seed=rng.randint(0, 3),
+            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
+            logit_bias=rng.choice((None, None, {5: 1.0})),
+            stop_token_ids=rng.choice((None, [3], [8, 9])),
+            ignore_eos=rng.random() < 0.3,
+            logprobs=rng.choice((None, 0, 2)),
+            prompt_logprobs=None if resumable else rng.choice((None, None, None, 1)),
+        )
+
+    def _send_chunk(self, client: Client) -> None:
+        length = self.rng.choice((0, 1, 1, 2, 5, 9))
+        ids = self._prompt(length) if length else []
+        params = None if self.rng.random() < 0.3 else self._params(resumable=True)
+        if not client.is_waiting:
+            room = self.setup.config.max_model_len - (params is not None)
+            if len(client.plain.history) + len(ids) > room or not (client.plain.history or ids):
+                return
+        self.engine.add_chunk(client.request_id, ids, params)
+        client.chunks.append((ids, params))
+        client.begin()
+
+    def _end_input(self, client: Client) -> None:
+        if client.input_open:
+            client.input_open = False
+            self.engine.end_input(client.request_id)
+
+    # --- what comes back ---------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One step of the engine, and all checks."""
+        self.num_steps += 1
+        faulty = self.target.fail_next or self.target.nan_next
+        outputs = self.engine.step()
+        for violations in (self.target.violations, self.draft.violations if self.draft else []):
+            require(not violations, "; ".join(violations))
+        for client in self.clients.values():
+            client.idle_steps += client.is_waiting
+        for output in outputs:
+            self._receive(output)
+        check_engine(self.engine, self.key_contents)
+        if self.setup.config.scheduling_policy == "fcfs" and not faulty:
+            for client in self.clients.values():
+                require(client.idle_steps < MAX_IDLE_STEPS, f"{client.request_id} makes no progress")
+
+    def _receive(self, output: EngineOutput) -> None:
+        client = self.clients.get(output.request_id)
+        require(client is not None, f"output for {output.request_id}, which is gone")
+        assert client is not None
+        client.idle_steps = 0
+        if output.finish_reason is FinishReason.ERROR:
+            self._receive_error(client, output)
+            return
+        if client.expected is not None and (output.token_ids or output.finish_reason is not None):
+            client.got = check_output(client.request_id, output, client.expected, client.got)
+            if output.finish_reason is not None:
+                client.expected = None
+                client.begin()
+        else:
+            require(output.finished and not output.token_ids, f"unexpected output {output}")
+        if output.finished:
+            require(not client.is_waiting, f"{client.request_id} finished with answers due")
+            require(not client.input_open, f"{client.request_id} finished with its input open")
+            self.num_finished += 1
+            del self.clients[client.request_id]
+
+    def _receive_error(self, client: Client, output: EngineOutput) -> None:
+        message = output.error or ""
+        require("\n" not in message and bool(message), f"error message {message!r}")
+        if "max_model_len" in message:
+            require(client.expected is None and bool(client.chunks), f"{client.request_id}: {message}")
+        else:
+            injected = any(text in message for text in ("injected", "not finite", "an earlier step"))
+            require(self.setup.faults and injected, f"{client.request_id}: {message}")
+        require(output.finished, "an error is the end")
+        del self.clients[client.request_id]
+
+
+def run_seed(seed: int, num_steps: int) -> int:
+    """Run one seed; the number of engine steps it took. Raises Violation with the seed in its message."""
+    simulation = Simulation(seed)
+    try:
+        simulation.run(num_steps)
+    except Violation as violation:
+        raise Violation(
+            f"seed {seed}, step {simulation.num_steps}: {violation} ({simulation.setup})"
+        ) from violation
+    return simulation.num_steps
