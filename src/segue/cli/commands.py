@@ -1,11 +1,19 @@
-"""The commands and their flags. What a command does is in the module of its name, imported when it runs."""
+"""The commands and their flags: a command line becomes an `Action`, which then runs outside the parser, so that
+its interrupts and closed pipes are not the parser's to handle. What a command does is in the module of
+its name, imported only then.
+"""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from segue.args import KVCacheDtype, RuntimeName
+from segue.cli.main import EXIT_INTERRUPTED
 from segue.errors import UsageError
+
+Action = Callable[[], None]
 
 _MODEL_HELP = 'A model: "smollm2", or the path of a GGUF file.'
 
@@ -74,28 +82,32 @@ app = typer.Typer(
 )
 
 
-def dispatch(arguments: list[str]) -> int:
-    """Carries out one command line. Returns the exit code; a wrong one is a UsageError."""
+def parse(arguments: list[str]) -> Action:
+    """What the command line asks for. Raises UsageError when it is wrong."""
     try:
-        code: object = app(arguments, prog_name="segue", standalone_mode=False)
+        action: object = app(arguments, prog_name="segue", standalone_mode=False)
     except typer.TyperException as error:
         raise UsageError(f"{error.format_message().rstrip('.')}: see segue --help") from error
-    except typer.Abort:
-        raise KeyboardInterrupt from None
-    return code if isinstance(code, int) else 0
+    if action == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    # Help is printed by the parser, and leaves nothing to do.
+    return action if callable(action) else _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
-) -> None:
+) -> Action | None:
     if version:
         from segue import __version__
 
-        print(f"segue {__version__}")
-    elif context.invoked_subcommand is None:
-        print(context.get_help())
+        return partial(print, f"segue {__version__}")
+    return None if context.invoked_subcommand else partial(print, context.get_help())
 
 
 @app.command(
@@ -142,7 +154,7 @@ def run(
     speculative_config: SpeculativeConfig = None,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No statistics on stderr.")] = False,
-) -> None:
+) -> Action:
     """Answer one question, as it comes."""
     from segue.args import EngineArgs
     from segue.cli import run as command
@@ -179,7 +191,7 @@ def run(
         runtime=runtime,
         speculative_config=parse_object("speculative_config", speculative_config),
     )
-    command.run(args, prompt, params, raw=raw, system=system, as_json=as_json, quiet=quiet)
+    return partial(command.run, args, prompt, params, raw=raw, system=system, as_json=as_json, quiet=quiet)
 
 
 @app.command(epilog="Ctrl-C stops an answer, Ctrl-D ends. /help shows the commands.")
@@ -200,7 +212,7 @@ def chat(
     kv_cache_dtype: KVDtype = "auto",
     runtime: Runtime = "native",
     speculative_config: SpeculativeConfig = None,
-) -> None:
+) -> Action:
     """Talk with a model in the terminal."""
     from segue.args import EngineArgs
     from segue.cli import chat as command
@@ -225,18 +237,18 @@ def chat(
         runtime=runtime,
         speculative_config=parse_object("speculative_config", speculative_config),
     )
-    command.chat(args, params, system=system)
+    return partial(command.chat, args, params, system=system)
 
 
 @app.command()
 def inspect(
     file: Annotated[str, typer.Argument(metavar="FILE", show_default=False, help=_MODEL_HELP)],
     as_json: AsJson = False,
-) -> None:
+) -> Action:
     """Show what a model file holds: metadata and tensors."""
     from segue.cli import inspect as command
 
-    command.inspect(file, as_json=as_json)
+    return partial(command.inspect, file, as_json=as_json)
 
 
 @app.command(epilog="Example:  segue bench smollm2 --threads 2 --json")
@@ -250,7 +262,7 @@ def bench(
     kv_cache_dtype: KVDtype = "auto",
     runtime: Runtime = "native",
     as_json: AsJson = False,
-) -> None:
+) -> Action:
     """Measure prefill, and decoding alone and together."""
     from segue.args import EngineArgs
     from segue.cli import bench as command
@@ -265,14 +277,14 @@ def bench(
         enable_prefix_caching=False,
     )
     workload = command.Workload(prompt_len=prompt_len, decode_len=decode_len, sequences=sequences)
-    command.bench(args, workload, repeat=repeat, as_json=as_json)
+    return partial(command.bench, args, workload, repeat=repeat, as_json=as_json)
 
 
 @app.command(epilog="Example:  segue pull smollm2")
 def pull(
     alias: Annotated[str, typer.Argument(metavar="ALIAS", show_default=False, help='For example "smollm2".')],
-) -> None:
+) -> Action:
     """Download a model into the cache, and print where it is."""
     from segue.cli import pull as command
 
-    command.pull(alias)
+    return partial(command.pull, alias)

@@ -36,13 +36,12 @@ def run_command(arguments: list[str]) -> int:
             from segue import __version__
 
             print(f"segue {__version__}")
-            code = 0
         else:
-            from segue.cli.commands import dispatch
+            from segue.cli.commands import parse
 
-            code = dispatch(arguments)
+            parse(arguments)()
         sys.stdout.flush()
-        return code
+        return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

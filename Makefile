@@ -1,0 +1,88 @@
+# Builds, runs and tests Segue in .venv. Needs Python 3.11 or newer with venv and headers, and a C++20 compiler.
+
+PYTHON ?= python3
+CXX ?= g++
+SEEDS ?= 1000
+QUESTION ?= What is a fugue? Answer in two sentences.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PEER := .envs/llama
+NATIVE := CMakeLists.txt $(shell find native -type f 2>/dev/null)
+
+# Prints the requirements under a key of pyproject.toml, one a line.
+REQUIREMENTS = $(BIN)/python -c 'import functools, operator, sys, tomllib; \
+	print(*functools.reduce(operator.getitem, sys.argv[1].split("/"), \
+	tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
+
+.PHONY: help demo test check simulate bench-peers clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo          install, fetch a model, ask it a question"
+	@echo "make test          all tests"
+	@echo "make check         format, lint, types"
+	@echo "make simulate      the scheduler under SEEDS=$(SEEDS) random workloads"
+	@echo "make bench-peers   speed beside llama.cpp (builds it first)"
+	@echo "make clean         remove what was built, not the environments"
+
+demo: $(VENV)/.installed
+	@$(BIN)/segue pull smollm2
+	@echo '$$ segue run smollm2 "$(QUESTION)"'
+	@$(BIN)/segue run smollm2 "$(QUESTION)"
+
+test: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict
+
+simulate: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/python -m tests.sim.run --seeds $(SEEDS)
+
+bench-peers: $(VENV)/.installed $(PEER)/.installed
+	@$(BIN)/segue pull smollm2
+	$(BIN)/python bench/peers.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed
+	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What is missing is said in one line, with the Debian package that has it.
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || \
+		{ echo "make: $(PYTHON) is missing: apt install python3 python3-venv python3-dev"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: $$($(PYTHON) --version) is too old: set PYTHON to Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
+		{ echo "make: Python's venv is missing: apt install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; \
+		sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || \
+		{ echo "make: Python's headers are missing: apt install python3-dev"; exit 1; }
+	@command -v $(CXX) >/dev/null || \
+		{ echo "make: the C++ compiler $(CXX) is missing: apt install g++"; exit 1; }
+	@echo '#include <concepts>' | $(CXX) -std=c++20 -fsyntax-only -x c++ - 2>/dev/null || \
+		{ echo "make: $(CXX) is too old for C++20: apt install g++-12, then make CXX=g++-12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The build tools live in the environment, not in a throwaway one, so that a rebuild compiles only what changed.
+$(VENV)/.build-tools: pyproject.toml $(VENV)/.made
+	$(REQUIREMENTS) build-system/requires | $(BIN)/python -m pip install -q cmake ninja -r /dev/stdin
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.build-tools
+	CXX=$(CXX) $(BIN)/python -m pip install -q --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.made
+	$(REQUIREMENTS) project/optional-dependencies/dev | $(BIN)/python -m pip install -q -r /dev/stdin
+	@touch $@
+
+$(PEER)/.installed: | $(VENV)/.made
+	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -c 'import llama_cpp' 2>/dev/null || \
+		CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEER)/bin/python -m pip install -q llama-cpp-python==0.3.36
+	@touch $@
