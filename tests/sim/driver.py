@@ -22,7 +22,7 @@ from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
 
 EOS = frozenset({1})
-MAX_IDLE_STEPS = 400
+MAX_IDLE_STEPS = 2000
 """No request may go without any news for this many steps, faults and priorities apart."""
 
 
@@ -82,6 +82,8 @@ class Client:
     got: Answer | None = None
     idle_steps: int = 0
     input_open: bool = True
+    num_interrupts: int = 0
+    """Turns that were cut off and whose end has not been reported yet."""
 
     def begin(self) -> None:
         """Work out the next answer, if one is due."""
@@ -171,6 +173,10 @@ class Simulation:
             elif client.resumable and client.input_open:
                 if event < 0.2:
                     self._end_input(client)
+                elif event < 0.35:
+                    self._truncate(client)
+                elif event < 0.45 and len(self.clients) < 12:
+                    self._fork(client)
                 else:
                     for _ in range(rng.choice((1, 1, 1, 2, 3))):
                         self._send_chunk(client)
@@ -248,6 +254,30 @@ class Simulation:
         client.chunks.append((ids, params))
         client.begin()
 
+    def _truncate(self, client: Client) -> None:
+        """Revise or interrupt: also in the middle of a turn, with steps in flight."""
+        known = len(self.engine.requests[client.request_id].timeline.tokens)
+        num_tokens = known - min(known, self.rng.choice((0, 0, 1, 2, 5, 20)))
+        self.engine.truncate(client.request_id, num_tokens)
+        in_turn = client.expected is not None
+        client.num_interrupts += in_turn
+        client.plain.truncate(num_tokens, in_turn)
+        client.chunks.clear()
+        client.expected = client.got = None
+
+    def _fork(self, client: Client) -> None:
+        """Another request from a point of this one's history."""
+        known = len(self.engine.requests[client.request_id].timeline.tokens)
+        num_tokens = known - min(known, self.rng.choice((0, 0, 1, 3)))
+        self._num_requests += 1
+        request_id = f"r{self._num_requests}"
+        self.engine.fork(client.request_id, request_id, num_tokens)
+        plain = client.plain
+        fork = PlainSession(plain.model, plain.eos, plain.max_model_len, plain.keep)
+        fork.history = (plain.full if client.expected is not None else plain.history)[:num_tokens]
+        fork.full = list(fork.history)
+        self.clients[request_id] = Client(request_id, fork, resumable=True)
+
     def _end_input(self, client: Client) -> None:
         if client.input_open:
             client.input_open = False
@@ -278,6 +308,10 @@ class Simulation:
         client.idle_steps = 0
         if output.finish_reason is FinishReason.ERROR:
             self._receive_error(client, output)
+            return
+        if output.finish_reason is FinishReason.ABORT:
+            require(client.num_interrupts > 0 and not output.token_ids, f"unexpected output {output}")
+            client.num_interrupts -= 1
             return
         if client.expected is not None and (output.token_ids or output.finish_reason is not None):
             client.got = check_output(client.request_id, output, client.expected, client.got)

@@ -29,11 +29,14 @@ class PlainSession:
     max_model_len: int
     keep: str
     history: list[int] = field(default_factory=list)
+    full: list[int] = field(default_factory=list)
+    """The history as it was at the end of the last turn, the last id included."""
 
     def turn(self, chunk: Sequence[int], params: SamplingParams | None) -> Answer | None:
         """Take a chunk and answer it; None for one that is only prefilled, or when it does not fit."""
         self.history.extend(chunk)
         if params is None:
+            self.full = list(self.history)
             return None
         start = len(self.history)
         sampling = params.resolve(output_start=start, eos_token_ids=self.eos, default_seed=0)
@@ -58,9 +61,15 @@ class PlainSession:
             self.history.append(token)
             chain = mix(chain, token)
             self._check_stop(answer, params, token)
+        self.full = list(self.history)
         if self.keep == "computed":
             self.history.pop()
         return answer
+
+    def truncate(self, num_tokens: int, in_turn: bool) -> None:
+        """Cut the history, in a turn or between two."""
+        self.history = (self.full if in_turn else self.history)[:num_tokens]
+        self.full = list(self.history)
 
     def _check_stop(self, answer: Answer, params: SamplingParams, token: int) -> None:
         num_tokens = len(answer.token_ids)

@@ -81,13 +81,23 @@ class Engine:
             raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
         chunk = self._chunk(prompt_token_ids, params)
         self._check_length(len(chunk.token_ids), params)
+        timeline = Timeline(
+            self.config.block_size, salt=cache_salt, has_draft_model=self.config.has_draft_model
+        )
+        request = self._request(request_id, timeline, priority, chunk.arrival, keep, resumable=resumable)
+        request.chunks.append(chunk)
+        self._go_on(request)
+
+    def _request(
+        self, request_id: str, timeline: Timeline, priority: int, arrival: int, keep: Keep, *, resumable: bool
+    ) -> Request:
         speculative = self.config.speculative
         adaptive = speculative is not None and speculative.adaptive
         request = Request(
             request_id,
-            self._timeline(cache_salt),
+            timeline,
             priority=priority,
-            arrival=chunk.arrival,
+            arrival=arrival,
             default_seed=_mix(self.config.seed, self._num_requests),
             keep=keep,
             resumable=resumable,
@@ -95,12 +105,7 @@ class Engine:
         )
         self._num_requests += 1
         self.requests[request_id] = request
-        request.chunks.append(chunk)
-        self._go_on(request)
-
-    def _timeline(self, cache_salt: str | None) -> Timeline:
-        config = self.config
-        return Timeline(config.block_size, salt=cache_salt, has_draft_model=config.has_draft_model)
+        return request
 
     def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
         """More input for a resumable request, queued while a turn runs. `params=None` only prefills."""
@@ -117,6 +122,44 @@ class Engine:
             raise ParameterError("token_ids", [], "there is nothing to answer; give at least one token")
         self._check_length(length, params)
         request.chunks.append(chunk)
+        self._go_on(request)
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """Cut a resumable request's history to its first `num_tokens` tokens: to revise input, or to interrupt.
+
+        A running turn ends with `FinishReason.ABORT`, queued chunks are dropped; KV of what is kept stays.
+        """
+        request = self._open_request(request_id)
+        if not 0 <= num_tokens <= len(request.timeline.tokens):
+            known = len(request.timeline.tokens)
+            raise ParameterError("num_tokens", num_tokens, f"must be in [0, {known}], the history there is")
+        if request.turn is not None:
+            output = EngineOutput(request_id=request.id, finish_reason=FinishReason.ABORT)
+            output.metrics = request.snapshot()
+            self._outputs.append(output)
+        self.pool.release(request.truncate(num_tokens))
+        self._go_on(request)
+
+    def fork(self, request_id: str, new_request_id: str, num_tokens: int | None = None) -> None:
+        """Start another resumable request with the first `num_tokens` tokens (None: all) of one's history.
+
+        It shares the KV blocks; whichever of the two writes to a shared block first gets a copy of it.
+        """
+        source = self._open_request(request_id)
+        if new_request_id in self.requests:
+            raise ParameterError("request_id", new_request_id, "is in use by an unfinished request")
+        known = len(source.timeline.tokens)
+        if num_tokens is None:
+            num_tokens = known
+        if not 0 <= num_tokens <= known:
+            raise ParameterError("num_tokens", num_tokens, f"must be in [0, {known}], the history there is")
+        timeline = source.timeline.fork(num_tokens, whole_blocks=source.state is State.RUNNING)
+        self.pool.acquire(timeline.blocks)
+        self._num_arrivals += 1
+        request = self._request(
+            new_request_id, timeline, source.priority, self._num_arrivals, source.keep, resumable=True
+        )
+        request.num_prompt_tokens = num_tokens
         self._go_on(request)
 
     def end_input(self, request_id: str) -> None:
@@ -260,7 +303,7 @@ class Engine:
             output.finished = True
 
     def _go_on(self, request: Request) -> None:
-        """Between turns: fold in what is queued until there is a turn; then there is work, a wait for input, or the end."""
+        """Between turns: fold in what is queued until there is a turn; then work, a wait for input, or the end."""
         while request.chunks and request.turn is None:
             chunk = request.chunks.popleft()
             try:

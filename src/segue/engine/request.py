@@ -173,6 +173,13 @@ class Request:
         self.prompt_logprobs = None
         return timeline.cut(kept, kept)
 
+    def truncate(self, num_tokens: int) -> list[int]:
+        """Cut history, and with it the turn and all queued input. Returns blocks to release."""
+        self.turn = None
+        self.prompt_logprobs = None
+        self.chunks.clear()
+        return self.timeline.cut(num_tokens, num_tokens)
+
     def fold(self, chunk: Chunk, config: EngineConfig) -> list[int]:
         """Go on with this input after the history there is. Between turns only. Returns blocks to release."""
         assert self.turn is None
