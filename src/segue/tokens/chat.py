@@ -1,0 +1,344 @@
+"""Conversations as token ids, by the model's chat template.
+
+The structure of a conversation is made of control tokens, and only the template may write them. A message with
+the text of a control token in it ("how do I use <|im_end|>?") keeps it as plain text: see `_mark`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice, takewhile
+
+from segue.errors import ModelFileError, ParameterError
+from segue.tokens.template import TemplateRefusal, render_template
+from segue.tokens.tokenizer import Tokenizer
+
+Message = Mapping[str, object]
+"""A "role", a "content" (text, a list of text parts, or null), and what else the template knows."""
+
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)
+"""Characters without a meaning. Those that a conversation does have are not taken."""
+_SHOWN_ROLES = 8
+
+
+def render_chat(
+    template: str,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    bos_token: str = "",
+    eos_token: str = "",
+    tools: Sequence[Mapping[str, object]] | None = None,
+    now: datetime | None = None,
+    **variables: object,
+) -> str:
+    """The text that a chat template makes of messages. `variables` are further ones that the template knows.
+
+    `now` is the time that the template may tell; None: the clock's. Raises ParameterError when the messages
+    have the wrong shape or the template refuses them, ModelFileError when the template is wrong.
+    """
+    fixed = {"bos_token": bos_token, "eos_token": eos_token, "add_generation_prompt": add_generation_prompt}
+    return _Conversation.of(template, fixed, messages, tools, variables, now).render()
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    now: datetime | None = None,
+    **variables: object,
+) -> list[int]:
+    """The token ids of a conversation. Control tokens written in messages, tools and variables stay text.
+
+    Parameters and errors are those of `render_chat`; a model without a chat template is a ModelFileError too.
+    """
+    conversation = _conversation(tokenizer, messages, add_generation_prompt, tools, variables, now)
+    return _encode(tokenizer, _mark(tokenizer, conversation))
+
+
+def encode_open_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, object]] | None = None,
+    now: datetime | None = None,
+    **variables: object,
+) -> list[int]:
+    """The token ids of a conversation whose last message, a text, is still arriving, up to where it goes on.
+
+    They are the beginning of this conversation's ids if the message ends here, and of its continuations', but
+    for the last few, which more text may cut into other tokens. Errors are those of `encode_chat`.
+    """
+    closed = _conversation(tokenizer, messages, False, tools, variables, now)
+    content = closed.messages[-1].get("content") if closed.messages else None
+    if not isinstance(content, str):
+        raise ParameterError(
+            "messages", _roles(closed.messages), "the last one must have a text that goes on"
+        )
+    (end,) = _unused_characters(1, [closed.template, *_strings(closed.given)])
+    opened = replace(
+        closed, messages=[*closed.messages[:-1], {**closed.messages[-1], "content": content + end}]
+    )
+    marked = _mark(tokenizer, opened)
+    so_far = replace(marked, text=marked.text.partition(end)[0])
+    return _common_prefix(_encode(tokenizer, so_far), _encode(tokenizer, _mark(tokenizer, closed)))
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """Everything a rendering depends on; the strings in `messages`, `tools` and `variables` come from users."""
+
+    template: str
+    fixed: Mapping[str, object]
+    messages: list[dict[str, object]]
+    tools: object
+    variables: Mapping[str, object]
+    now: datetime
+
+    @classmethod
+    def of(
+        cls,
+        template: str,
+        fixed: Mapping[str, object],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None,
+        variables: Mapping[str, object],
+        now: datetime | None,
+    ) -> "_Conversation":
+        """Raises ParameterError when something has the wrong shape."""
+        try:
+            return cls(
+                template=template,
+                fixed=fixed,
+                messages=_plain_messages(messages),
+                tools=_plain(tools, "tools"),
+                variables={name: _plain(value, name) for name, value in variables.items()},
+                now=datetime.now() if now is None else now,
+            )
+        except RecursionError:
+            raise ParameterError("messages", type(messages).__name__, "are nested too deeply") from None
+
+    @property
+    def given(self) -> dict[str, object]:
+        return {"messages": self.messages, "tools": self.tools, **self.variables}
+
+    def render(self, change: Callable[[str], str] | None = None) -> str:
+        """The text, with every given string changed first."""
+        given = self.given if change is None else _map_strings(self.given, change)
+        assert isinstance(given, dict)
+        try:
+            return render_template(self.template, {"documents": None, **self.fixed, **given}, now=self.now)
+        except TemplateRefusal as error:
+            raise ParameterError(
+                "messages", _roles(self.messages), f"the chat template does not take them: {error}"
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Marked:
+    """A rendering in which some user text is replaced, so that the control tokens left are the template's."""
+
+    text: str
+    stand_ins: Mapping[int, str]
+    """Code point → what it stands for; as `str.translate` takes it."""
+
+    def restored(self, text: str) -> str:
+        return text.translate(self.stand_ins)
+
+
+def _conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, object]] | None,
+    variables: Mapping[str, object],
+    now: datetime | None,
+) -> _Conversation:
+    if tokenizer.chat_template is None:
+        raise ModelFileError("the model has no chat template; give it a plain prompt, or use a chat model")
+    fixed = {
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "add_generation_prompt": add_generation_prompt,
+    }
+    return _Conversation.of(tokenizer.chat_template, fixed, messages, tools, variables, now)
+
+
+def _mark(tokenizer: Tokenizer, conversation: _Conversation) -> _Marked:
+    """Renders so that control tokens from the template can be told from text that looks like them.
+
+    A template is a program: it trims, splits, joins and tests what it is given, so where a user's text ends up
+    cannot be told from the rendering. It is rendered again with parts of the user's text replaced by characters
+    of private use, and that is taken if putting the text back gives the plain rendering: then the template did
+    the same with both. What is replaced:
+
+    1. the characters that control tokens begin and end with: no control token can then come from a message, nor
+       from a message and what the template puts beside it;
+    2. if the template looks at those (it splits a message at "</think>", say): whole control tokens.
+
+    If it looks at those too, the plain rendering is taken. The last two only if they have the control tokens of the
+    first, so none from a message; else ParameterError.
+    """
+    text = conversation.render()
+    control_tokens = tokenizer.special_tokens
+    safe = _replace(conversation, text, _ends(control_tokens))
+    if safe is not None and safe.restored(safe.text) == text:
+        return safe
+    for marked in (_replace(conversation, text, control_tokens), _Marked(text, {})):
+        if safe is None or marked is None or marked.restored(marked.text) != text:
+            continue
+        if _control_ids(tokenizer, marked.text) == _control_ids(tokenizer, safe.text):
+            return marked
+    raise ParameterError(
+        "messages",
+        _roles(conversation.messages),
+        "the chat template would make control tokens of text in them; leave out text that looks like those",
+    )
+
+
+def _replace(conversation: _Conversation, text: str, parts: Sequence[str]) -> _Marked | None:
+    """Renders with these parts of the given strings replaced; None when the template does not take that.
+
+    `text` is the plain rendering. Longer parts come first in `parts`.
+    """
+    strings = list(_strings(conversation.given))
+    if not any(part in string for part in parts for string in strings):
+        return _Marked(text, {})
+    stand_ins = dict(zip(parts, _unused_characters(len(parts), [text, *strings]), strict=True))
+    pattern = re.compile("|".join(map(re.escape, parts)))
+    try:
+        marked = conversation.render(lambda string: pattern.sub(lambda found: stand_ins[found[0]], string))
+    except ParameterError:
+        return None
+    return _Marked(marked, {ord(char): part for part, char in stand_ins.items()})
+
+
+def _ends(control_tokens: Sequence[str]) -> list[str]:
+    """What has to be replaced in a text to leave no control token in it and make none at its ends.
+
+    The symbols that control tokens begin or end with; a token with letters or digits there as a whole, since
+    templates look at letters all the time.
+    """
+    symbols = {char for token in control_tokens for char in (token[0], token[-1]) if not char.isalnum()}
+    words = [token for token in control_tokens if not {token[0], token[-1]} & symbols]
+    return [*words, *sorted(symbols)]
+
+
+def _control_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    pieces = tokenizer.split_special(text, control=True)
+    return [piece for piece in pieces if isinstance(piece, int) and piece in tokenizer.special_ids]
+
+
+def _encode(tokenizer: Tokenizer, marked: _Marked) -> list[int]:
+    ids: list[int] = []
+    for piece in tokenizer.split_special(marked.text, control=True):
+        if isinstance(piece, int):
+            ids.append(piece)
+        else:
+            ids += tokenizer.encode(marked.restored(piece))
+    return ids
+
+
+def _plain_messages(messages: object) -> list[dict[str, object]]:
+    """Messages as dicts that have a role; a content of text parts is joined, as vLLM does it."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise ParameterError("messages", type(messages).__name__, "must be a list of messages")
+    if not messages:
+        raise ParameterError("messages", [], "must have at least one message")
+    return [_plain_message(i, message) for i, message in enumerate(messages)]
+
+
+def _plain_message(i: int, message: object) -> dict[str, object]:
+    if not isinstance(message, Mapping):
+        raise ParameterError("messages", type(message).__name__, f"message {i} must be an object with a role")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ParameterError("messages", type(role).__name__, f"the role of message {i} must be a text")
+    plain = _plain(message, "messages")
+    assert isinstance(plain, dict)
+    match plain.get("content"):
+        case None | str():
+            pass
+        case list(parts):
+            plain["content"] = "\n".join([_text_part(i, part) for part in parts])
+        case other:
+            why = f"the content of message {i} must be a text, a list of text parts, or null"
+            raise ParameterError("messages", type(other).__name__, why)
+    return plain
+
+
+def _text_part(i: int, part: object) -> str:
+    match part:
+        case str():
+            return part
+        case {"type": "text", "text": str(text)}:
+            return text
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    shown = kind if isinstance(kind, str) else type(kind).__name__
+    raise ParameterError(
+        "messages", shown, f"message {i} has a part that is not text; this model reads text only"
+    )
+
+
+def _plain(value: object, name: str) -> object:
+    """A copy made of dicts, lists, strings, numbers, booleans and None: all that a template is given."""
+    if isinstance(value, Mapping):
+        return {_plain_key(key, name): _plain(item, name) for key, item in value.items()}
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return [_plain(item, name) for item in value]
+    raise ParameterError(
+        name, type(value).__name__, "has to be made of objects, lists, texts, numbers and null"
+    )
+
+
+def _plain_key(key: object, name: str) -> str:
+    if not isinstance(key, str):
+        raise ParameterError(name, type(key).__name__, "the names of an object must be texts")
+    return key
+
+
+def _map_strings(value: object, change: Callable[[str], str]) -> object:
+    """The plain value with every string in it changed, the names in objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(name): _map_strings(item, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_map_strings(item, change) for item in value]
+    return value
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Every string in the plain value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield name
+            yield from _strings(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item)
+
+
+def _unused_characters(number: int, texts: Sequence[str]) -> list[str]:
+    """Characters of private use that are in none of the texts."""
+    used = set().union(*texts)
+    free = (chr(point) for point in _PRIVATE_USE if chr(point) not in used)
+    return list(islice(free, number))
+
+
+def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> list[int]:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False))
+    return [pair[0] for pair in same]
+
+
+def _roles(messages: Sequence[Mapping[str, object]]) -> list[str]:
+    """The roles, for an error's message: the last few, each cut short."""
+    roles = [str(message["role"])[:20] for message in messages]
+    return roles if len(roles) <= _SHOWN_ROLES else ["…", *roles[-_SHOWN_ROLES:]]

@@ -1,0 +1,346 @@
+"""Chat templates: what they render, what they refuse, and that no message can write a control token."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from segue.errors import ModelFileError, ParameterError
+from segue.tokens import Tokenizer
+from segue.tokens.chat import Message, encode_chat, encode_open_chat, render_chat
+from tests.tokens.small import CHATML, CONTROL, KINDS, TOKENS, small_tokenizer
+
+TRIMMING = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('Unknown role: ' + message.role) }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+THINKING = """\
+{%- for message in messages %}
+    {%- set content = message.content %}
+    {%- if message.role == 'assistant' and '</think>' in content %}
+        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+    {%- endif %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ content ~ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+TOOLS = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is not none %}{{ message.content }}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ '<tool>' + (call.function.arguments | tojson) }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}"""
+
+QUOTING = """\
+{%- for message in messages %}{{ message.content + '>' }}{{ message.content | e }}<|im_end|>
+{%- if '<' in message.content %}{{ message.content | length }}{% endif %}{% endfor %}"""
+
+TEMPLATES = {"chatml": CHATML, "trimming": TRIMMING, "thinking": THINKING, "tools": TOOLS, "quoting": QUOTING}
+TOKENIZERS = {
+    name: small_tokenizer({"tokenizer.chat_template": template}) for name, template in TEMPLATES.items()
+}
+
+PARTS = [
+    *CONTROL,
+    "</think>",
+    "<tool>",
+    "<",
+    ">",
+    "|",
+    "|>",
+    "<|",
+    "<|im_end",
+    "im_end",
+    "a",
+    " ",
+    "\n",
+    "é",
+    "\U000f0000",
+]
+CONTENTS = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)
+ROLES = st.sampled_from(["system", "user", "assistant"])
+CONVERSATIONS = st.lists(
+    st.builds(lambda role, content: {"role": role, "content": content}, ROLES, CONTENTS),
+    min_size=1,
+    max_size=4,
+)
+
+
+def _user(content: str) -> list[Message]:
+    return [{"role": "user", "content": content}]
+
+
+def _plain_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """What the rendering is when every control token in it counts."""
+    assert tokenizer.chat_template is not None
+    text = render_chat(
+        tokenizer.chat_template, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token
+    )
+    return tokenizer.encode(text, parse_special=True)
+
+
+def _control(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    return [i for i in ids if i in tokenizer.special_ids]
+
+
+@pytest.mark.parametrize("name", ["chatml", "trimming", "thinking", "tools"])
+@given(conversation=CONVERSATIONS)
+@example(conversation=[{"role": "user", "content": "<|im_end|>"}])
+@example(conversation=[{"role": "assistant", "content": "a</think><|im_end|></think>b<|im_start|>"}])
+@example(conversation=[{"role": "user", "content": "<|im_<|im_end|>end|>"}])
+@example(conversation=[{"role": "user", "content": "|im_end|"}, {"role": "user", "content": "<|im_end"}])
+def test_messages_write_no_control_tokens_and_change_no_text(name: str, conversation: list[Message]) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = encode_chat(tokenizer, conversation)
+    # The text is the plain rendering's, and the control tokens are those that letters in place of it give.
+    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.decode(
+        _plain_ids(tokenizer, conversation), skip_special_tokens=False
+    )
+    harmless = [{**message, "content": "a"} for message in conversation]
+    assert _control(tokenizer, ids) == _control(tokenizer, _plain_ids(tokenizer, harmless))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@given(
+    contents=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<|>")), min_size=1)
+)
+def test_ordinary_messages_are_encoded_as_they_are_rendered(name: str, contents: list[str]) -> None:
+    conversation = [{"role": "user", "content": content} for content in contents]
+    tokenizer = TOKENIZERS[name]
+    assert encode_chat(tokenizer, conversation) == _plain_ids(tokenizer, conversation)
+
+
+@pytest.mark.parametrize(
+    "content", ["if a < b: x > y", "<p>html</p>", "> quoted", "List<T>", "1 <", "</think>"]
+)
+def test_messages_with_symbols_are_encoded_as_they_are_rendered(content: str) -> None:
+    for tokenizer in TOKENIZERS.values():
+        assert encode_chat(tokenizer, _user(content)) == _plain_ids(tokenizer, _user(content))
+
+
+def test_a_control_token_in_a_message_is_plain_text(small: Tokenizer) -> None:
+    ids = encode_chat(small, _user("say <|im_end|>"), add_generation_prompt=False)
+    assert ids == [0, *small.encode("user\nsay <|im_end|>"), 1, *small.encode("\n")]
+
+
+def test_no_control_token_is_made_of_a_message_and_what_stands_beside_it() -> None:
+    template = "{% for m in messages %}{{ m.content }}><|endoftext|>{% endfor %}"
+    tokenizer = small_tokenizer({"tokenizer.chat_template": template})
+    messages = _user("<|im_end|")
+    assert _control(tokenizer, _plain_ids(tokenizer, messages)) == [1, 2]
+    assert encode_chat(tokenizer, messages) == [*tokenizer.encode("<|im_end|>"), 2]
+
+
+@given(conversation=CONVERSATIONS)
+@example(conversation=[{"role": "user", "content": "<|im_end|"}])
+@example(conversation=[{"role": "user", "content": "</think>"}])
+def test_a_template_that_looks_at_symbols_is_safe_or_refused(conversation: list[Message]) -> None:
+    tokenizer = TOKENIZERS["quoting"]
+    try:
+        ids = encode_chat(tokenizer, conversation)
+    except ParameterError:
+        assert any(symbol in str(message["content"]) for message in conversation for symbol in "<>")
+        return
+    assert _control(tokenizer, ids) == [1] * len(conversation)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == tokenizer.decode(
+        _plain_ids(tokenizer, conversation), skip_special_tokens=False
+    )
+
+
+def test_control_tokens_in_tools_and_their_calls_are_plain_text() -> None:
+    tokenizer = TOKENIZERS["tools"]
+    tools = [
+        {
+            "name": "f",
+            "about": "<|im_end|>",
+            "properties": {"<|im_start|>": {"enum": ["<|im_end|>", 1, None]}},
+        }
+    ]
+    call = {"function": {"name": "f", "arguments": {"<|im_end|>": "é <|im_end|>"}}}
+    messages = [*_user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ids = encode_chat(tokenizer, messages, tools=tools)
+    assert _control(tokenizer, ids) == [0, 1] * 3
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert '"about": "<|im_end|>", "properties": {"<|im_start|>": {"enum": ["<|im_end|>", 1, null]}}' in text
+    assert '<tool>{"<|im_end|>": "é <|im_end|>"}' in text
+
+
+def test_a_template_that_acts_on_a_control_token_in_a_message_is_refused() -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if '<|im_end|>' in m.content %}!{% endif %}{% endfor %}"
+    )
+    tokenizer = small_tokenizer({"tokenizer.chat_template": template})
+    assert encode_chat(tokenizer, _user("<a>")) == tokenizer.encode("<a>")
+    with pytest.raises(ParameterError, match="leave out text") as caught:
+        encode_chat(tokenizer, _user("a<|im_end|>"))
+    assert caught.value.parameter == "messages"
+
+
+def test_a_template_may_take_a_control_token_out_of_a_message() -> None:
+    template = "{% for m in messages %}{{ m.content.split('<|im_end|>')[0] }}<|endoftext|>{% endfor %}"
+    tokenizer = small_tokenizer({"tokenizer.chat_template": template})
+    assert encode_chat(tokenizer, _user("ab<|im_end|>c")) == [*tokenizer.encode("ab"), 2]
+
+
+def test_control_tokens_of_letters_are_plain_text_too() -> None:
+    tokenizer = small_tokenizer(
+        {
+            "tokenizer.ggml.tokens": [*TOKENS, "xENDx", "[INST]"],
+            "tokenizer.ggml.token_type": [*KINDS, 3, 3],
+            "tokenizer.chat_template": "{% for m in messages %}[INST]{{ m.content }}xENDx{% endfor %}",
+        }
+    )
+    end, inst = len(TOKENS), len(TOKENS) + 1
+    assert encode_chat(tokenizer, _user("xENDx x")) == [inst, *tokenizer.encode("xENDx x"), end]
+    assert encode_chat(tokenizer, _user("[INST] [x]")) == [inst, *tokenizer.encode("[INST] [x]"), end]
+
+
+def test_smollm2_template(smollm2: Tokenizer) -> None:
+    assert smollm2.chat_template is not None
+    text = render_chat(smollm2.chat_template, _user("Hi"))
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert encode_chat(smollm2, _user("Hi")) == smollm2.encode(text, parse_special=True)
+    assert encode_chat(smollm2, _user("<|im_end|>")).count(2) == 2
+
+
+def test_the_environment_is_that_of_transformers() -> None:
+    template = """
+{% generation %}
+{{ {'é': '<>&'} | tojson }}
+{% endgeneration %}
+    {% for i in range(5) %}{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}
+{% set ns = namespace(n=1, self=2) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{{ ns.self }}{{ dict(a=1)['a'] }}
+{{ strftime_now('%d %b %Y') }} {{ range(3) | list }} {{ bos_token }} {{ thinking }} {{ documents is none }}"""
+    text = render_chat(template, _user("x"), bos_token="<s>", now=datetime(2025, 3, 4), thinking=True)
+    assert text == '\n{"é": "<>&"}\n02221\n04 Mar 2025 [0, 1, 2] <s> True True'
+
+
+def test_parts_of_text_are_joined(small: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render_chat(CHATML, [{"role": "user", "content": parts}]) == render_chat(CHATML, _user("a\nb"))
+
+
+def test_messages_are_not_changed_by_the_template() -> None:
+    messages = _user("x")
+    with pytest.raises((ParameterError, ModelFileError)):
+        render_chat("{{ messages.append(1) }}", messages)
+    assert messages == _user("x")
+
+
+WRONG_MESSAGES: list[tuple[object, str]] = [
+    ("hi", "must be a list"),
+    (None, "must be a list"),
+    ({"role": "user"}, "must be a list"),
+    ([], "at least one"),
+    (["hi"], "message 0 must be an object"),
+    ([{"content": "x"}], "the role of message 0"),
+    ([{"role": "", "content": "x"}], "the role of message 0"),
+    ([{"role": 1, "content": "x"}], "the role of message 0"),
+    ([{"role": "user", "content": 1}], "the content of message 0"),
+    ([{"role": "user", "content": {"type": "text"}}], "the content of message 0"),
+    (
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        "'image_url': message 0 has a part that is not text",
+    ),
+    ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "message 0 has a part"),
+    ([{"role": "user", "content": [1]}], "message 0 has a part"),
+    ([{"role": "user", "content": "x", 1: 2}], "names of an object"),
+    ([{"role": "user", "content": "x", "more": object()}], "made of"),
+    ([{"role": "user", "content": "x", "more": b"x"}], "made of"),
+    ([{"role": "user", "content": None}], "the chat template does not take them: TypeError"),
+]
+
+
+@pytest.mark.parametrize(("messages", "why"), WRONG_MESSAGES)
+def test_messages_of_a_wrong_shape_are_an_error_of_one_line(
+    small: Tokenizer, messages: list[Message], why: str
+) -> None:
+    for attempt in (lambda: render_chat(CHATML, messages), lambda: encode_chat(small, messages)):
+        with pytest.raises(ParameterError, match=why) as caught:
+            attempt()
+        assert caught.value.parameter == "messages"
+        assert str(caught.value).isprintable()
+
+
+def test_messages_that_are_nested_without_end_are_an_error() -> None:
+    message: dict[str, object] = {"role": "user", "content": "x"}
+    message["self"] = message
+    with pytest.raises(ParameterError, match="nested"):
+        render_chat(CHATML, [message])
+
+
+def test_a_role_that_the_template_refuses_is_an_error() -> None:
+    messages = [*_user("x") * 20, {"role": "no\nbody" * 50, "content": "x"}]
+    with pytest.raises(ParameterError, match="Unknown role: no body") as caught:
+        render_chat(TRIMMING, messages)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
+
+
+WRONG_TEMPLATES = [
+    ("{% for %}", "wrong in line 1"),
+    ("a\n\n{{ }", "wrong in line 3"),
+    ("{{ 1 | nosuch }}", "wrong in line 1"),
+    ("{{ messages | random }}", "wrong in line 1"),
+    ("{{ ''.__class__.__mro__ }}", "must not"),
+    ("{{ namespace(__init__=1) }}", "must not"),
+    ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "must not"),
+    ("{% for i in range(10 ** 9) %}x{% endfor %}", "loops more than"),
+    ("{% for i in range(0, -(10 ** 30), -1) %}x{% endfor %}", "loops more than"),
+    ("{% for i in range(9000) %}{% for j in range(9000) %}{% endfor %}{% endfor %}", "loops more than"),
+    ("{{ 'x' * 10 ** 9 }}", "more than"),
+    ("{{ 10 ** 9 * [1] }}", "more than"),
+    ("{{ 10 ** 10 ** 10 }}", "integers"),
+    ("{% for i in range(40) %}{{ 'x' * 1000000 }}{% endfor %}", "more than"),
+]
+
+
+@pytest.mark.parametrize(("template", "why"), WRONG_TEMPLATES)
+def test_a_wrong_template_is_an_error_of_one_line(template: str, why: str) -> None:
+    with pytest.raises(ModelFileError, match=why) as caught:
+        render_chat(template, _user("x"))
+    assert str(caught.value).isprintable()
+
+
+def test_a_model_without_a_template_is_an_error() -> None:
+    with pytest.raises(ModelFileError, match="no chat template"):
+        encode_chat(small_tokenizer({"tokenizer.chat_template": None}), _user("x"))
+
+
+@pytest.mark.parametrize("name", ["chatml", "trimming", "thinking"])
+@given(content=CONTENTS, more=CONTENTS)
+def test_an_open_conversation_begins_all_its_continuations(name: str, content: str, more: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    opened = encode_open_chat(tokenizer, [*_user("hi"), *_user(content)])
+    closed = encode_chat(tokenizer, [*_user("hi"), *_user(content)])
+    assert closed[: len(opened)] == opened
+    text = tokenizer.decode(opened, skip_special_tokens=False)
+    longer = encode_chat(tokenizer, [*_user("hi"), *_user(content + more)])
+    assert tokenizer.decode(longer, skip_special_tokens=False).startswith(text)
+
+
+def test_an_open_conversation_ends_where_its_last_message_goes_on(small: Tokenizer) -> None:
+    opened = encode_open_chat(small, _user("ab <|im_end|>"))
+    assert opened == [0, *small.encode("user\nab <|im_end|>")]
+    assert encode_open_chat(small, _user("")) == [0, *small.encode("user\n")]
+    assert encode_open_chat(TOKENIZERS["trimming"], _user("ab ")) == [0, 0, *small.encode("user\nab")]
+
+
+def test_only_a_text_goes_on(small: Tokenizer) -> None:
+    with pytest.raises(ParameterError, match="goes on"):
+        encode_open_chat(small, [{"role": "assistant", "content": None}])
