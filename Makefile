@@ -81,8 +81,11 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.made
 	$(REQUIREMENTS) project/optional-dependencies/dev | $(BIN)/python -m pip install -q -r /dev/stdin
 	@touch $@
 
+# g++ 12 drops the stores of the tile configuration that llama.cpp's AMX code loads, which then crashes, unless it
+# is told to keep dead stores.
 $(PEER)/.installed: | $(VENV)/.made
 	test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
 	$(PEER)/bin/python -c 'import llama_cpp' 2>/dev/null || \
-		CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEER)/bin/python -m pip install -q llama-cpp-python==0.3.36
+		CXXFLAGS="-fno-tree-dse -fno-dse" CMAKE_ARGS="-DGGML_NATIVE=ON" \
+		$(PEER)/bin/python -m pip install -q llama-cpp-python==0.3.36
 	@touch $@

@@ -23,7 +23,7 @@ def segue(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
     """Runs one command line with these bytes as stdin. Returns exit code, stdout, stderr."""
 
     def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "utf-8", "surrogateescape"))
         code = run_command(list(arguments))
         captured = capsys.readouterr()
         return code, captured.out, captured.err
