@@ -2,7 +2,7 @@
 
 There are no phases. A step gives every running request the tokens it is behind by, within the budget: decodes
 first (one token each, then drafts from what is left), then chunks of prefills in order, then newly admitted
-requests. The order is (priority, arrival) or arrival; whoever must give up blocks is the last in it.
+requests. The order is `Scheduler.key`; whoever must give up blocks is the last in it.
 
 Three rules keep requests from taking each other's blocks:
 * a request is admitted when its whole sequence through its first decode step fits beside what is reserved;
@@ -22,7 +22,7 @@ from segue.engine.request import Request, State
 from segue.engine.timeline import Flight, Timeline
 from segue.runtime.contract import After, SeqStep, StepPlan
 
-Key = tuple[int, int]
+Key = tuple[int, bool, int]
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -76,8 +76,12 @@ class Scheduler:
     # --- states -----------------------------------------------------------------------------------------------
 
     def key(self, request: Request) -> Key:
-        """The order of requests: a lower key goes first and keeps its blocks longer."""
-        return (request.priority if self.config.scheduling_policy == "priority" else 0, request.arrival)
+        """The order of requests: a lower key goes first and keeps its blocks longer.
+
+        Input that nobody waits for yet (a turn that is still being spoken) comes after all that is to be answered.
+        """
+        priority = request.priority if self.config.scheduling_policy == "priority" else 0
+        return (priority, request.turn is None, request.arrival)
 
     def enqueue(self, request: Request) -> None:
         """It has work: wait for admission."""
