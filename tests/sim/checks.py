@@ -1,4 +1,6 @@
-"""What must hold after every step, apart from the driver."""
+"""What must hold after every step, apart from the driver. Nothing here trusts a sum that the engine keeps itself."""
+
+from dataclasses import dataclass
 
 from segue.engine.engine import Engine
 from segue.engine.outputs import EngineOutput
@@ -15,53 +17,134 @@ def require(condition: bool, message: str) -> None:
         raise Violation(message)
 
 
-def check_engine(engine: Engine, key_contents: dict[bytes, object]) -> None:
-    """Every block, ledger, state and reservation is as it must be."""
-    requests = list(engine.requests.values())
-    engine.pool.check(request.timeline.blocks for request in requests)
-    scheduler = engine.scheduler
-    running = [request for request in requests if request.state is State.RUNNING]
-    require(len(running) == len(scheduler.running), "running requests differ from the list of them")
-    keys = [scheduler.key(request) for request in scheduler.running]
-    require(keys == sorted(keys), "running requests are out of order")
-    require(len(running) <= engine.config.max_num_seqs, "too many run")
-    require(scheduler.num_reserved <= engine.pool.num_free, "more is reserved than is free")
-    for request in requests:
-        request.timeline.check()
-        _check_state(engine, request)
-        _check_published(engine, request, key_contents)
+@dataclass(frozen=True)
+class _Seen:
+    """A request as it was before a step."""
+
+    state: State
+    key: tuple[int, bool, int]
+    num_preemptions: int
 
 
-def _check_state(engine: Engine, request: Request) -> None:
-    timeline = request.timeline
-    holds = bool(timeline.blocks) and request.state is not State.RUNNING
-    require(holds == (request in engine.scheduler._holders), f"{request.id} holds blocks in secret")
-    require(
-        bool(request.reserve) <= (request.state is State.RUNNING), f"{request.id} reserves without running"
-    )
-    require(request.state is not State.IDLE or request.turn is None, f"{request.id} is idle in a turn")
-    require(len(timeline.tokens) <= engine.config.max_model_len, f"{request.id} is too long")
-    require(
-        request.turn is None or timeline.kv_len < len(timeline.tokens), f"{request.id} computed its last id"
-    )
+class Checker:
+    """Checks one engine around each of its steps."""
 
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.salts: dict[str, str | None] = {}
+        """Of every request, as its user gave it."""
+        self._key_contents: dict[bytes, tuple[str | None, list[int]]] = {}
+        """What each key that was ever seen stands for."""
+        self._seen: dict[str, _Seen] = {}
 
-def _check_published(engine: Engine, request: Request, key_contents: dict[bytes, object]) -> None:
-    timeline = request.timeline
-    size = engine.config.block_size
-    for index, block in enumerate(timeline.blocks):
-        key = engine.pool.key_of(block)
-        if key is None:
-            continue
-        if (index + 1) * size > timeline.publishable_len:
-            # After a cut the last block stays published until it is written again.
-            is_cut = index == len(timeline.blocks) - 1 and not timeline.flights
-            require(is_cut, f"{request.id} shows a block that is not complete")
-            continue
-        require(key == timeline.key(index), f"{request.id} holds a block under the key of other ids")
-        contents = timeline.tokens[: (index + 1) * size].tobytes()
-        known = key_contents.setdefault(key, contents)
-        require(known == contents, "one key for two histories")
+    def before_step(self) -> None:
+        """Remember how things stand."""
+        self._seen = {
+            request.id: _Seen(request.state, self._order(request), request.metrics.num_preemptions)
+            for request in self.engine.requests.values()
+        }
+
+    def after_step(self) -> None:
+        """Every block, ledger, state and reservation is as it must be."""
+        engine = self.engine
+        requests = list(engine.requests.values())
+        engine.pool.check(request.timeline.blocks for request in requests)
+        self._check_running(requests)
+        self._check_reserved(requests)
+        self._check_turns(requests)
+        for request in requests:
+            request.timeline.check()
+            self._check_state(request)
+            self._check_published(request)
+
+    def _order(self, request: Request) -> tuple[int, bool, int]:
+        """By priority where that counts; then answers before input that nobody waits for; then first come."""
+        by_priority = self.engine.config.scheduling_policy == "priority"
+        return (request.priority if by_priority else 0, request.turn is None, request.arrival)
+
+    def _check_running(self, requests: list[Request]) -> None:
+        scheduler = self.engine.scheduler
+        running = {request.id for request in requests if request.state is State.RUNNING}
+        require(
+            len(running) == len(scheduler.running) and running == {r.id for r in scheduler.running},
+            "running requests differ from the list of them",
+        )
+        keys = [self._order(request) for request in scheduler.running]
+        require(keys == sorted(keys), "running requests are out of order")
+        require(len(running) <= self.engine.config.max_num_seqs, "too many run")
+
+    def _check_reserved(self, requests: list[Request]) -> None:
+        """Promised blocks are there, and nobody's promise outlives it."""
+        config = self.engine.config
+        reserved = sum(
+            max(0, config.blocks_for(request.reserve) - len(request.timeline.blocks)) for request in requests
+        )
+        require(reserved <= self.engine.pool.num_free, "more is reserved than is free")
+        require(reserved == self.engine.scheduler.num_reserved, "a reservation is counted that nobody has")
+
+    def _check_turns(self, requests: list[Request]) -> None:
+        """Nobody was admitted past one who waits, and nobody preempted while one after it kept running."""
+        waiting, admitted, kept, preempted = [], [], [], []
+        for request in requests:
+            seen = self._seen.get(request.id)
+            key = self._order(request)
+            if seen is None or seen.key != key:
+                continue
+            was_preempted = request.metrics.num_preemptions > seen.num_preemptions
+            if seen.state is State.WAITING and request.state is State.WAITING:
+                waiting.append(key)
+            elif seen.state is State.WAITING and request.state is State.RUNNING:
+                admitted.append(key)
+            elif seen.state is State.RUNNING and was_preempted:
+                preempted.append(key)
+            elif seen.state is State.RUNNING and request.state is State.RUNNING:
+                kept.append(key)
+        if waiting and admitted:
+            require(max(admitted) < min(waiting), "a request was admitted past one that waits")
+        if kept and preempted:
+            require(max(kept) < min(preempted), "a request was preempted while one after it kept running")
+
+    def _check_state(self, request: Request) -> None:
+        timeline, config = request.timeline, self.engine.config
+        holds = bool(timeline.blocks) and request.state is not State.RUNNING
+        require(holds == (request in self.engine.scheduler._holders), f"{request.id} holds blocks in secret")
+        require(
+            bool(request.reserve) <= (request.state is State.RUNNING),
+            f"{request.id} reserves without running",
+        )
+        require(request.state is not State.IDLE or request.turn is None, f"{request.id} is idle in a turn")
+        require(len(timeline.tokens) <= config.max_model_len, f"{request.id} is too long")
+        require(
+            len(timeline.blocks) <= config.blocks_for(config.max_model_len),
+            f"{request.id} has blocks for more than max_model_len",
+        )
+        require(
+            request.turn is None or timeline.kv_len < len(timeline.tokens),
+            f"{request.id} computed its last id",
+        )
+
+    def _check_published(self, request: Request) -> None:
+        """A published block is complete, and all that hold it have the history that its key stands for."""
+        timeline, config = request.timeline, self.engine.config
+        size = config.block_size
+        complete = timeline.kv_len
+        if config.has_draft_model:
+            complete = min(complete, timeline.draft_kv_len)
+        for index, block in enumerate(timeline.blocks):
+            key = self.engine.pool.key_of(block)
+            if key is None:
+                continue
+            require(config.enable_prefix_caching, "a block is published with the prefix cache off")
+            end = (index + 1) * size
+            if end <= complete:
+                require(key == timeline.key(index), f"{request.id} holds a block under the key of other ids")
+                contents = (self.salts[request.id], timeline.tokens[:end].tolist())
+                known = self._key_contents.setdefault(key, contents)
+                require(known == contents, "one key for two histories")
+            else:
+                # After a cut the last block stays published, as what it was, until it is written again.
+                is_cut = index == len(timeline.blocks) - 1 and not timeline.flights
+                require(is_cut, f"{request.id} shows a block that is not complete")
 
 
 def check_output(request_id: str, output: EngineOutput, expected: Answer, got: Answer | None) -> Answer:

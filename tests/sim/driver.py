@@ -17,7 +17,7 @@ from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter
 from segue.speculate.ngram import NgramDrafter
-from tests.sim.checks import Violation, check_engine, check_output, require
+from tests.sim.checks import Checker, Violation, check_output, require
 from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
 
@@ -117,7 +117,7 @@ class Simulation:
         self.clients: dict[str, Client] = {}
         self.num_steps = 0
         self.num_finished = 0
-        self.key_contents: dict[bytes, object] = {}
+        self.checker = Checker(self.engine)
         self._num_requests = 0
 
     def _drafter(self) -> Drafter | None:
@@ -203,12 +203,15 @@ class Simulation:
             resumable,
             input_open=resumable,
         )
+        priority = rng.randint(0, 2)
+        salt = rng.choice((None, None, "salt"))
+        self.checker.salts[request_id] = salt
         self.engine.add_request(
             request_id,
             prompt,
             params,
-            priority=rng.randint(0, 2),
-            cache_salt=rng.choice((None, None, "salt")),
+            priority=priority,
+            cache_salt=salt,
             resumable=resumable,
             keep=keep,
         )
@@ -272,6 +275,7 @@ class Simulation:
         self._num_requests += 1
         request_id = f"r{self._num_requests}"
         self.engine.fork(client.request_id, request_id, num_tokens)
+        self.checker.salts[request_id] = self.checker.salts[client.request_id]
         plain = client.plain
         fork = PlainSession(plain.model, plain.eos, plain.max_model_len, plain.keep)
         fork.history = (plain.full if client.expected is not None else plain.history)[:num_tokens]
@@ -289,6 +293,7 @@ class Simulation:
         """One step of the engine, and all checks."""
         self.num_steps += 1
         faulty = self.target.fail_next or self.target.nan_next
+        self.checker.before_step()
         outputs = self.engine.step()
         for violations in (self.target.violations, self.draft.violations if self.draft else []):
             require(not violations, "; ".join(violations))
@@ -296,7 +301,7 @@ class Simulation:
             client.idle_steps += client.is_waiting
         for output in outputs:
             self._receive(output)
-        check_engine(self.engine, self.key_contents)
+        self.checker.after_step()
         if self.setup.config.scheduling_policy == "fcfs" and not faulty:
             for client in self.clients.values():
                 require(client.idle_steps < MAX_IDLE_STEPS, f"{client.request_id} makes no progress")

@@ -162,16 +162,17 @@ class Timeline:
     def fork(self, num_tokens: int, *, whole_blocks: bool) -> "Timeline":
         """Another ledger with the first `num_tokens` ids and their KV, in the same blocks.
 
+        Only what is complete for the draft model too: its KV of shared positions would be written by both.
         `whole_blocks` leaves out a block that this timeline is still writing.
         """
         other = Timeline(self.block_size, has_draft_model=self.has_draft_model)
         other._root = self._root
         other._keys = self._keys[: num_tokens // self.block_size]
         other.tokens = self.tokens[:num_tokens]
-        other.kv_len = min(self.kv_len, num_tokens)
+        other.kv_len = min(self.publishable_len, num_tokens)
         if whole_blocks:
             other.kv_len -= other.kv_len % self.block_size
-        other.draft_kv_len = min(self.draft_kv_len, other.kv_len)
+        other.draft_kv_len = other.kv_len if self.has_draft_model else 0
         other.blocks = self.blocks[: -(-other.kv_len // self.block_size)]
         return other
 
