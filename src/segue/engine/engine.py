@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from segue.engine.blocks import BlockPool
+from segue.engine.check import check_chunk, check_length, check_request
 from segue.engine.config import EngineConfig
 from segue.engine.outputs import EngineOutput, EngineStats, FinishReason, RequestMetrics
 from segue.engine.request import Chunk, Keep, Request, State, Stop
@@ -71,16 +72,10 @@ class Engine:
         """
         if request_id in self.requests:
             raise ParameterError("request_id", request_id, "is in use by an unfinished request")
-        if params is None and not resumable:
-            raise ParameterError("params", params, "only a resumable request can do without")
-        if not len(prompt_token_ids) and not (resumable and params is None):
-            raise ParameterError("prompt_token_ids", [], "is empty; give at least one token")
-        if keep not in ("computed", "all"):
-            raise ParameterError("keep", keep, 'must be "computed" or "all"')
-        if resumable and params is not None and params.prompt_logprobs is not None:
-            raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
-        chunk = self._chunk(prompt_token_ids, params)
-        self._check_length(len(chunk.token_ids), params)
+        ids = check_request(
+            self.config, self.vocab_size, prompt_token_ids, params, resumable=resumable, keep=keep
+        )
+        chunk = self._chunk(ids, params)
         timeline = Timeline(
             self.config.block_size, salt=cache_salt, has_draft_model=self.config.has_draft_model
         )
@@ -110,19 +105,15 @@ class Engine:
     def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
         """More input for a resumable request, queued while a turn runs. `params=None` only prefills."""
         request = self._open_request(request_id)
-        chunk = self._chunk(token_ids, params)
-        if params is not None and params.prompt_logprobs is not None:
-            raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
-        if request.turn is not None:
-            self._check_length(len(chunk.token_ids), params)
-            request.chunks.append(chunk)
-            return
-        length = len(request.timeline.tokens) + len(chunk.token_ids)
-        if length == 0 and params is not None:
-            raise ParameterError("token_ids", [], "there is nothing to answer; give at least one token")
-        self._check_length(length, params)
-        request.chunks.append(chunk)
-        self._go_on(request)
+        ids = check_chunk(self.config, self.vocab_size, token_ids, params)
+        if request.turn is None:
+            length = len(request.timeline.tokens) + len(ids)
+            if length == 0 and params is not None:
+                raise ParameterError("token_ids", [], "there is nothing to answer; give at least one token")
+            check_length(self.config, length, params)
+        request.chunks.append(self._chunk(ids, params))
+        if request.turn is None:
+            self._go_on(request)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """Cut a resumable request's history to its first `num_tokens` tokens: to revise input, or to interrupt.
@@ -182,28 +173,9 @@ class Engine:
             raise ParameterError("request_id", request_id, "is no request with open input")
         return request
 
-    def _chunk(self, token_ids: Sequence[int], params: SamplingParams | None) -> Chunk:
-        try:
-            ids = array("i", token_ids)
-        except (TypeError, OverflowError):
-            raise ParameterError("prompt_token_ids", token_ids, "must be a list of token ids") from None
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
-            raise ParameterError(
-                "prompt_token_ids", wrong, f"is no token id; the model has {self.vocab_size}"
-            )
-        if params is not None:
-            params.check_vocab(self.vocab_size)
+    def _chunk(self, ids: "array[int]", params: SamplingParams | None) -> Chunk:
         self._num_arrivals += 1
         return Chunk(ids, params, self._num_arrivals)
-
-    def _check_length(self, length: int, params: SamplingParams | None) -> None:
-        room = self.config.max_model_len - (params is not None)
-        if length > room:
-            raise CapacityError(
-                f"the input has {length} tokens and max_model_len={self.config.max_model_len} "
-                "must hold it and the answer: shorten it or raise max_model_len"
-            )
 
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -307,7 +279,7 @@ class Engine:
         while request.chunks and request.turn is None:
             chunk = request.chunks.popleft()
             try:
-                self._check_length(len(request.timeline.tokens) + len(chunk.token_ids), chunk.params)
+                check_length(self.config, len(request.timeline.tokens) + len(chunk.token_ids), chunk.params)
             except CapacityError as error:
                 self._fail(request, str(error))
                 return

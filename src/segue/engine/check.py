@@ -1,0 +1,64 @@
+"""What a request must be before it may be queued: one rule, for the engine and for front ends in other processes."""
+
+from array import array
+from collections.abc import Sequence
+from typing import get_args
+
+from segue.engine.config import EngineConfig
+from segue.engine.request import Keep
+from segue.errors import CapacityError, ParameterError
+from segue.sample.params import SamplingParams
+
+
+def check_request(
+    config: EngineConfig,
+    vocab_size: int,
+    token_ids: Sequence[int],
+    params: SamplingParams | None,
+    *,
+    resumable: bool,
+    keep: Keep,
+) -> "array[int]":
+    """The ids of a new request, typecode 'i'. Raises ParameterError, or CapacityError when it can never fit."""
+    if params is None and not resumable:
+        raise ParameterError("params", params, "only a resumable request can do without")
+    if keep not in get_args(Keep):
+        raise ParameterError("keep", keep, 'must be "computed" or "all"')
+    ids = check_chunk(config, vocab_size, token_ids, params, resumable=resumable)
+    if not ids and params is not None:
+        raise ParameterError("prompt_token_ids", [], "is empty; give at least one token")
+    return ids
+
+
+def check_chunk(
+    config: EngineConfig,
+    vocab_size: int,
+    token_ids: Sequence[int],
+    params: SamplingParams | None,
+    *,
+    resumable: bool = True,
+) -> "array[int]":
+    """The ids of a chunk of input, typecode 'i'; what it is added to is checked when its turn comes."""
+    try:
+        ids = array("i", token_ids)
+    except (TypeError, OverflowError):
+        raise ParameterError("prompt_token_ids", token_ids, "must be a list of token ids") from None
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise ParameterError("prompt_token_ids", wrong, f"is no token id; the model has {vocab_size}")
+    if params is not None:
+        params.check_vocab(vocab_size)
+        if resumable and params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
+    check_length(config, len(ids), params)
+    return ids
+
+
+def check_length(config: EngineConfig, length: int, params: SamplingParams | None) -> None:
+    """Raises CapacityError when so many tokens and, with `params`, one of an answer do not fit."""
+    room = config.max_model_len - (params is not None)
+    if length > room:
+        raise CapacityError(
+            f"the input has {length} tokens and max_model_len={config.max_model_len} "
+            "must hold it and the answer: shorten it or raise max_model_len"
+        )
