@@ -25,6 +25,7 @@ from pathlib import Path
 
 from segue.cli.table import format_table
 from segue.hub import resolve_model
+from segue.tokens import Tokenizer
 from segue.weights.gguf import load_gguf
 
 HERE = Path(__file__).parent
@@ -111,7 +112,7 @@ def measure(
     peers: Sequence[Peer], model: Path, threads: int, workloads: Sequence[Workload], rounds: int
 ) -> list[Measurement]:
     """All workloads of all peers at one thread count; one round first that does not count."""
-    vocab_size = len(load_gguf(model).metadata["tokenizer.ggml.tokens"])  # type: ignore[arg-type]
+    vocab_size = Tokenizer.from_model(load_gguf(model)).vocab_size
     longest = max(workload.prompt_len + workload.max_tokens for workload in workloads)
     sequences = max(workload.sequences for workload in workloads)
     workers = [Worker(peer, model, threads, longest, sequences) for peer in peers]
