@@ -1,0 +1,203 @@
+// Operations on one row: norms, activations, quantisation, rotation. No row ever looks at another.
+#pragma once
+
+#include <cmath>
+
+#include "kernels/table.hpp"
+
+namespace segue {
+namespace {
+
+// Calls tile<MR>() for `rows` ≤ MR rows.
+template <int MR, class Tile>
+inline void with_rows(int rows, const Tile& tile) {
+    if constexpr (MR > 1) {
+        if (rows < MR) return with_rows<MR - 1>(rows, tile);
+    }
+    tile.template operator()<MR>();
+}
+
+// e^x; 0 below -87.3, NaN stays NaN. Cephes' expf: range reduction by ln 2 in two parts, then a polynomial.
+template <class V>
+inline typename V::F exp(typename V::F x) {
+    using F = typename V::F;
+    constexpr float kLowest = -87.3f;
+    // A NaN passes through max and min only as their second operand.
+    const F clamped = V::min(V::set1(88.0f), V::max(V::set1(kLowest), x));
+    const F n = V::round(V::mul(clamped, V::set1(1.44269504088896341f)));
+    F r = V::fma(n, V::set1(-0.693359375f), clamped);
+    r = V::fma(n, V::set1(2.12194440e-4f), r);
+    F p = V::set1(1.9875691500e-4f);
+    p = V::fma(p, r, V::set1(1.3981999507e-3f));
+    p = V::fma(p, r, V::set1(8.3334519073e-3f));
+    p = V::fma(p, r, V::set1(4.1665795894e-2f));
+    p = V::fma(p, r, V::set1(1.6666665459e-1f));
+    p = V::fma(p, r, V::set1(5.0000001201e-1f));
+    p = V::add(V::fma(p, V::mul(r, r), r), V::set1(1.0f));
+    return V::select_less(x, V::set1(kLowest), V::zero(), V::mul(p, V::exp2_int(n)));
+}
+
+// Calls visit(i, n) for pieces of n ≤ lanes elements; `whole` for full ones is a constant to the compiler.
+template <class V, class Visit>
+inline void for_lanes(int size, const Visit& visit) {
+    int i = 0;
+    for (; i + V::lanes <= size; i += V::lanes) visit(i, V::lanes);
+    if (i < size) visit(i, size - i);
+}
+
+template <class V>
+inline typename V::F load_part(const float* p, int n) {
+    return n == V::lanes ? V::load(p) : V::load_n(p, n);
+}
+
+template <class V>
+inline void store_part(float* p, int n, typename V::F x) {
+    if (n == V::lanes) {
+        V::store(p, x);
+    } else {
+        V::store_n(p, n, x);
+    }
+}
+
+template <class V>
+float sum_of_squares(const float* x, int n) {
+    using F = typename V::F;
+    constexpr int kChains = 4;
+    F acc[kChains];
+    for (F& a : acc) a = V::zero();
+    int i = 0;
+    for (; i + kChains * V::lanes <= n; i += kChains * V::lanes) {
+        for (int c = 0; c < kChains; ++c) {
+            const F v = V::load(x + i + c * V::lanes);
+            acc[c] = V::fma(v, v, acc[c]);
+        }
+    }
+    for_lanes<V>(n - i, [&](int j, int part) {
+        const F v = load_part<V>(x + i + j, part);
+        acc[0] = V::fma(v, v, acc[0]);
+    });
+    return V::reduce_add(V::add(V::add(acc[0], acc[1]), V::add(acc[2], acc[3])));
+}
+
+template <class V>
+void rms_norm(const float* x, const float* weight, float eps, int n, float* y) {
+    const float mean = sum_of_squares<V>(x, n) / static_cast<float>(n);
+    const auto scale = V::set1(1.0f / std::sqrt(mean + eps));
+    for_lanes<V>(n, [&](int i, int part) {
+        const auto v = V::mul(load_part<V>(x + i, part), scale);
+        store_part<V>(y + i, part, V::mul(v, load_part<V>(weight + i, part)));
+    });
+}
+
+template <class V>
+void silu_mul(const float* x, int n, float* y) {
+    const auto one = V::set1(1.0f);
+    for_lanes<V>(n, [&](int i, int part) {
+        const auto gate = load_part<V>(x + i, part);
+        const auto silu = V::div(gate, V::add(one, exp<V>(V::sub(V::zero(), gate))));
+        store_part<V>(y + i, part, V::mul(silu, load_part<V>(x + n + i, part)));
+    });
+}
+
+template <class V>
+void quantise_row(const float* x, const QuantView& quant, int row) {
+    using F = typename V::F;
+    constexpr int kVectors = kGroup / V::lanes;
+    const size_t first = static_cast<size_t>(row / kRowBlock) * static_cast<size_t>(quant.groups) * kRowBlock +
+                         static_cast<size_t>(row % kRowBlock);
+    for (int g = 0; g < quant.groups; ++g) {
+        const size_t at = first + static_cast<size_t>(g) * kRowBlock;
+        F v[kVectors];
+        F largest = V::zero();
+        for (int i = 0; i < kVectors; ++i) {
+            v[i] = V::load(x + g * kGroup + i * V::lanes);
+            largest = V::max(largest, V::abs(v[i]));
+        }
+        const float amax = V::reduce_max(largest);
+        const float inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
+        typename V::I sum = V::to_int(V::zero());
+        for (int i = 0; i < kVectors; ++i) {
+            const auto q = V::to_int(V::round(V::mul(v[i], V::set1(inverse))));
+            V::store_i8(quant.q + at * kGroup + i * V::lanes, q);
+            sum = V::add_int(sum, q);
+        }
+        const int32_t isum = V::reduce_add_int(sum);
+        const float scale = amax / 127.0f;
+        quant.scale[at] = scale;
+        quant.isum[at] = isum;
+        quant.sum[at] = scale * static_cast<float>(isum);
+    }
+}
+
+// Pairs (2i, 2i+1): cos and sin have an entry for every element, sin with the sign of its term.
+template <class V>
+inline void rotate_interleaved(float* x, const RopeArgs& a, typename V::F scale) {
+    for_lanes<V>(a.rope_dim, [&](int i, int part) {
+        const auto v = load_part<V>(x + i, part);
+        const auto rotated = V::fma(V::swap_pairs(v), load_part<V>(a.sin + i, part), V::mul(v, load_part<V>(a.cos + i, part)));
+        store_part<V>(x + i, part, V::mul(rotated, scale));
+    });
+}
+
+// Pairs (i, i + rope_dim/2): the first half of cos and sin is used.
+template <class V>
+inline void rotate_halves(float* x, const RopeArgs& a, typename V::F scale) {
+    const int half = a.rope_dim / 2;
+    for_lanes<V>(half, [&](int i, int part) {
+        const auto lo = load_part<V>(x + i, part);
+        const auto hi = load_part<V>(x + half + i, part);
+        const auto cos = load_part<V>(a.cos + i, part);
+        const auto sin = load_part<V>(a.sin + i, part);
+        store_part<V>(x + i, part, V::mul(V::sub(V::mul(lo, cos), V::mul(hi, sin)), scale));
+        store_part<V>(x + half + i, part, V::mul(V::fma(hi, cos, V::mul(lo, sin)), scale));
+    });
+}
+
+template <class V>
+void rope(float* x, int heads, float scale, const RopeArgs& a) {
+    const auto factor = V::set1(scale);
+    for (int h = 0; h < heads; ++h, x += a.head_dim) {
+        if (a.interleaved) {
+            rotate_interleaved<V>(x, a, factor);
+        } else {
+            rotate_halves<V>(x, a, factor);
+        }
+        for_lanes<V>(a.head_dim - a.rope_dim, [&](int i, int part) {
+            float* rest = x + a.rope_dim + i;
+            store_part<V>(rest, part, V::mul(load_part<V>(rest, part), factor));
+        });
+    }
+}
+
+template <class V>
+int argmax(const float* logits, int n) {
+    using F = typename V::F;
+    constexpr int kBlock = 16 * V::lanes;
+    const F lowest = V::set1(-3.402823466e38f);
+    float best = 0.0f;
+    int best_block = -1;
+    F trouble = V::zero();  // x - x is NaN for NaN and infinity; -inf is allowed and raised to the lowest float first
+    for (int begin = 0; begin < n; begin += kBlock) {
+        F largest = lowest;
+        const int size = n - begin < kBlock ? n - begin : kBlock;
+        for_lanes<V>(size, [&](int i, int part) {
+            const F v = V::max(lowest, part == V::lanes ? V::load(logits + begin + i)
+                                                        : V::keep_n(V::load_n(logits + begin + i, part), part, lowest));
+            trouble = V::add(trouble, V::sub(v, v));
+            largest = V::max(largest, v);
+        });
+        const float block_max = V::reduce_max(largest);
+        if (best_block < 0 || block_max > best) {
+            best = block_max;
+            best_block = begin;
+        }
+    }
+    if (!(V::reduce_add(trouble) == 0.0f)) return -1;
+    for (int i = best_block; i < n; ++i) {
+        if (logits[i] == best) return i;
+    }
+    return best_block;  // every logit is -inf
+}
+
+}  // namespace
+}  // namespace segue

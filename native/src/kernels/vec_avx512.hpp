@@ -1,0 +1,93 @@
+// 16 lanes of AVX-512 (F, BW, DQ, VL, VNNI). See vec_portable.hpp for what each operation means.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels/table.hpp"
+
+namespace segue {
+namespace {
+
+struct Vec {
+    static constexpr int lanes = 16;
+    static constexpr const char* name = "avx512";
+    // How many rows the integer kernels take at once; chosen so that all accumulators stay in registers.
+    static constexpr int quant_rows = 8;
+    static constexpr int float_rows = 6;
+
+    using F = __m512;
+    using I = __m512i;
+    using W4 = __m512i;
+    using W8 = __m512i;
+    using Dot = __m512i;
+
+    static F zero() { return _mm512_setzero_ps(); }
+    static F set1(float x) { return _mm512_set1_ps(x); }
+    static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static F load(const Half* p) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static F load(const BFloat16* p) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+    }
+    static F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(mask(n), p); }
+    static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+    static void store(Half* p, F x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+    static void store_n(float* p, int n, F x) { _mm512_mask_storeu_ps(p, mask(n), x); }
+
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static F max(F a, F b) { return _mm512_max_ps(a, b); }
+    static F min(F a, F b) { return _mm512_min_ps(a, b); }
+    static F abs(F a) { return _mm512_abs_ps(a); }
+    static F round(F a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+    static F select_less(F a, F b, F then, F otherwise) {
+        return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), otherwise, then);
+    }
+    static F keep_n(F x, int n, F otherwise) { return _mm512_mask_blend_ps(mask(n), otherwise, x); }
+    static F exp2_int(F n) {
+        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+    }
+    static F swap_pairs(F x) { return _mm512_permute_ps(x, 0xB1); }
+    static float reduce_add(F x) {
+        const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+        __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+        q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+        return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+    }
+    static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
+
+    static I to_int(F x) { return _mm512_cvtps_epi32(x); }
+    static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
+    static int32_t reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }
+    static void store_i8(int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
+
+    static W4 load_w4(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static W4 low_nibbles(W4 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+    static W4 high_nibbles(W4 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+    static W8 load_w8(const uint8_t* p) { return _mm512_loadu_si512(p); }
+
+    static Dot begin_u4() { return _mm512_setzero_si512(); }
+    static Dot dot_u4(Dot acc, W4 w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, broadcast4(x)); }
+    static F end_u4(Dot acc) { return _mm512_cvtepi32_ps(acc); }
+    static Dot begin_i8(int32_t isum) { return _mm512_set1_epi32(-128 * isum); }
+    static Dot dot_i8(Dot acc, W8 w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, broadcast4(x)); }
+    static F end_i8(Dot acc) { return _mm512_cvtepi32_ps(acc); }
+
+   private:
+    static __mmask16 mask(int n) { return static_cast<__mmask16>(_bzhi_u32(0xffffu, static_cast<unsigned>(n))); }
+    static __m512i broadcast4(const int8_t* x) {
+        int32_t four;
+        __builtin_memcpy(&four, x, sizeof(four));
+        return _mm512_set1_epi32(four);
+    }
+};
+
+}  // namespace
+}  // namespace segue

@@ -1,0 +1,45 @@
+// One step as the native runtime sees it: plain arrays, checked at the border.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "sample.hpp"
+
+namespace segue {
+
+// One sequence's part of a step; see SeqStep in segue/runtime/contract.py. Its inputs are
+// StepInput.tokens[first_input, first_input + num_inputs): its tokens, then its drafts.
+struct SequenceInput {
+    int start;
+    int first_input;
+    int num_inputs;
+    int num_drafts;
+    int first_block;  // into StepInput.blocks
+    std::shared_ptr<const SamplingSpec> sampling;  // null: nothing is sampled
+    std::vector<int32_t> history;  // ids at positions [0, start + tokens), where sampling needs them; then the drafts
+    int first_target = 0;  // into StepInput.targets
+    int num_targets = 0;
+    int num_prompt_logprobs = 0;
+
+    int num_tokens() const { return num_inputs - num_drafts; }
+};
+
+struct StepInput {
+    std::vector<SequenceInput> sequences;
+    std::vector<int32_t> tokens;
+    std::vector<int32_t> blocks;
+    std::vector<int32_t> targets;
+    std::vector<std::pair<int32_t, int32_t>> copies;
+};
+
+struct StepOutput {
+    std::vector<int32_t> tokens;                             // by sampled row
+    std::vector<std::unique_ptr<TokenLogprobs>> logprobs;    // by sampled row; null where not asked for
+    std::vector<TokenLogprobs> prompt_logprobs;              // by target
+    std::vector<uint8_t> not_finite;                         // by sequence
+};
+
+}  // namespace segue

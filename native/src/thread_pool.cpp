@@ -1,0 +1,157 @@
+#include "thread_pool.hpp"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <string>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace segue {
+namespace {
+
+constexpr int kSpins = 2000;
+constexpr auto kAwake = std::chrono::microseconds(500);
+
+void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Spins until done() holds; after a while it yields too, since a virtual CPU that another thread needs may be this one.
+template <class Done>
+void spin_until(const Done& done) {
+    for (int i = 0; i < kSpins; ++i) {
+        if (done()) return;
+        relax();
+    }
+    while (!done()) sched_yield();
+}
+
+// CPUs that the control group's quota comes to (version 2, then 1); `most` without one.
+int quota_cpus(int most) {
+    std::ifstream v2("/sys/fs/cgroup/cpu.max");
+    std::string quota;
+    double period = 0;
+    if (v2 >> quota >> period && quota != "max" && period > 0) {
+        return std::max(1, static_cast<int>(std::ceil(std::stod(quota) / period)));
+    }
+    std::ifstream v1_quota("/sys/fs/cgroup/cpu/cpu.cfs_quota_us");
+    std::ifstream v1_period("/sys/fs/cgroup/cpu/cpu.cfs_period_us");
+    double quota_us = 0;
+    if (v1_quota >> quota_us && v1_period >> period && quota_us > 0 && period > 0) {
+        return std::max(1, static_cast<int>(std::ceil(quota_us / period)));
+    }
+    return most;
+}
+
+}  // namespace
+
+int available_cpus() {
+    int cpus = static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+#if defined(__linux__)
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) cpus = std::max(1, CPU_COUNT(&allowed));
+#endif
+    return std::min(cpus, quota_cpus(cpus));
+}
+
+// What the threads share. Each counter has a cache line of its own.
+struct ThreadPool::State {
+    alignas(64) std::atomic<uint32_t> epoch{0};  // goes up with every run
+    alignas(64) std::atomic<int> running{0};     // workers that have not finished the run
+    alignas(64) std::atomic<int> arrived{0};     // threads at the barrier
+    alignas(64) std::atomic<uint32_t> barrier_epoch{0};
+    alignas(64) std::atomic<bool> stopping{false};
+    Task task = nullptr;
+    const void* context = nullptr;
+    pid_t owner = 0;
+
+    void work(int thread) {
+        uint32_t seen = 0;
+        while (true) {
+            wait_for_run(seen);
+            seen = epoch.load(std::memory_order_acquire);
+            if (stopping.load(std::memory_order_relaxed)) return;
+            task(context, thread);
+            running.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    void wait_for_run(uint32_t seen) {
+        const auto begun = [&] { return epoch.load(std::memory_order_acquire) != seen; };
+        for (int i = 0; i < kSpins; ++i) {
+            if (begun()) return;
+            relax();
+        }
+        const auto sleep_at = std::chrono::steady_clock::now() + kAwake;
+        while (std::chrono::steady_clock::now() < sleep_at) {
+            if (begun()) return;
+            sched_yield();
+        }
+        while (!begun()) epoch.wait(seen, std::memory_order_acquire);
+    }
+
+    void begin_run() {
+        epoch.fetch_add(1, std::memory_order_release);
+        epoch.notify_all();
+    }
+};
+
+ThreadPool::ThreadPool(int threads) : size_(threads) {}
+
+ThreadPool::~ThreadPool() {
+    if (state_ == nullptr) return;
+    if (state_->owner == getpid()) {
+        state_->stopping.store(true, std::memory_order_relaxed);
+        state_->begin_run();
+        for (std::thread& worker : workers_) worker.join();
+        delete state_;
+    } else {
+        for (std::thread& worker : workers_) worker.detach();  // they live in the parent only
+    }
+}
+
+void ThreadPool::start() {
+    for (std::thread& worker : workers_) worker.detach();  // after a fork: they did not come along
+    workers_.clear();
+    state_ = new State;
+    state_->owner = getpid();
+    for (int thread = 1; thread < size_; ++thread) {
+        workers_.emplace_back([state = state_, thread] { state->work(thread); });
+    }
+}
+
+void ThreadPool::run_on_all(Task task, const void* context) {
+    if (size_ == 1) return task(context, 0);
+    if (state_ == nullptr || state_->owner != getpid()) start();
+    state_->task = task;
+    state_->context = context;
+    state_->running.store(size_ - 1, std::memory_order_relaxed);
+    state_->begin_run();
+    task(context, 0);
+    spin_until([&] { return state_->running.load(std::memory_order_acquire) == 0; });
+}
+
+void ThreadPool::barrier() {
+    if (size_ == 1) return;
+    State& s = *state_;
+    const uint32_t epoch = s.barrier_epoch.load(std::memory_order_relaxed);
+    if (s.arrived.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
+        s.arrived.store(0, std::memory_order_relaxed);
+        s.barrier_epoch.store(epoch + 1, std::memory_order_release);
+    } else {
+        spin_until([&] { return s.barrier_epoch.load(std::memory_order_acquire) != epoch; });
+    }
+}
+
+}  // namespace segue

@@ -1,0 +1,50 @@
+// Tensors as stored in a model file, and their packed form for the kernels.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common.hpp"
+#include "kernels/table.hpp"
+#include "thread_pool.hpp"
+
+namespace segue {
+
+// GGML's numbers, as segue.weights.model_file.TensorType.
+enum class TensorType { kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kBF16 = 30 };
+
+// Bytes that `inputs` elements of a row take. Raises ModelFileError when they do not fill whole blocks or the type is unknown.
+size_t row_bytes(TensorType type, int64_t inputs);
+
+// A tensor of a mapped file; `data` is valid as long as the file is.
+struct Tensor {
+    std::string name;
+    TensorType type;
+    int64_t rows;  // 1 for a vector
+    int64_t columns;
+    const uint8_t* data;
+
+    const uint8_t* row(int64_t i) const { return data + static_cast<size_t>(i) * row_bytes(type, columns); }
+};
+
+// Writes a row's elements [columns] as f32.
+void dequantise_row(const Tensor& tensor, int64_t row, float* out);
+
+WeightFormat format_of(TensorType type);
+
+// Tensors of one format stacked along their rows, in panels of 16 outputs (see WeightFormat).
+struct PackedMatrix {
+    WeightFormat format;
+    int outputs;
+    int inputs;
+    size_t panel_bytes;
+    Buffer<uint8_t> data;
+
+    int panels() const { return ceil_div(outputs, kPanel); }
+    MatrixView view() const { return {data.data(), panel_bytes, outputs, inputs}; }
+};
+
+PackedMatrix pack(const std::vector<Tensor>& stack, ThreadPool& pool);
+
+}  // namespace segue

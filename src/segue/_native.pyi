@@ -1,0 +1,101 @@
+"""The native runtime's C++ module. Use `segue.runtime.native`."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from segue.runtime.contract import SeqStep
+
+_Logprobs = tuple[float, int, tuple[int, ...], tuple[float, ...]]
+"""The fields of `TokenLogprobs`."""
+
+def available_cpus() -> int:
+    """CPUs this process may use: its affinity mask and its control group's quota."""
+
+class ModelBuilder:
+    """Takes a program's operations, in order, and a file's tensors, in any order."""
+
+    def __init__(self) -> None: ...
+    def tensor(
+        self, name: str, shape: Sequence[int], type: int, data: npt.NDArray[np.uint8]
+    ) -> None: ...
+    def embed(self, weight: str, out: str) -> None: ...
+    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> None: ...
+    def linear(self, x: str, weights: Sequence[str], out: str, accumulate: bool) -> None: ...
+    def attention(self, qkv: str, out: str, layer: int) -> None: ...
+    def silu_mul(self, x: str, out: str) -> None: ...
+    def logits(self, x: str, norm: str, eps: float, weight: str) -> None: ...
+
+class Model:
+    """A program compiled for the CPU, its packed weights and its KV memory. Calls must not be concurrent."""
+
+    def __init__(
+        self,
+        builder: ModelBuilder,
+        *,
+        widths: Mapping[str, int],
+        vocab_size: int,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_model_len: int,
+        rope_theta: float,
+        rope_dim: int,
+        rope_interleaved: bool,
+        rope_factors: Sequence[float],
+        isa: str,
+        threads: int,
+        kv_f32: bool,
+    ) -> None: ...
+    @property
+    def kv_bytes_per_token(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None: ...
+    def release_kv(self) -> None: ...
+    def forward(
+        self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], dict[int, _Logprobs], dict[int, list[_Logprobs]], set[int]]:
+        """(tokens, logprobs by row, prompt logprobs by sequence, sequences that are not finite)."""
+    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]: ...
+
+class SamplingSpec:
+    """`Sampling` as numbers; `num_logprobs` is -1 for none."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        output_start: int = 0,
+        logit_bias: Sequence[tuple[int, float]] = ...,
+        banned: Sequence[int] = ...,
+        banned_until: int = 0,
+        seed: int = 0,
+        num_logprobs: int = -1,
+    ) -> None: ...
+
+def sample_row(
+    logits: npt.NDArray[np.float32], spec: SamplingSpec, position: int, history: Sequence[int] = ...
+) -> int:
+    """The id drawn for `position` from logits [vocab]."""
+
+def row_logprobs(
+    logits: npt.NDArray[np.float32], token: int, num_top: int
+) -> tuple[float, int, list[int], list[float]]:
+    """Log-probability and rank of `token`, then the `num_top` most likely ids and their log-probabilities."""
+
+def all_finite(logits: npt.NDArray[np.float32]) -> bool:
+    """False when there is a NaN or +inf."""
+
+def philox4x32(counter: Sequence[int], key: Sequence[int]) -> Sequence[int]:
+    """Four words of Philox4x32-10."""

@@ -1,0 +1,126 @@
+"""The native executor: C++ kernels for the CPU, one native call for each step."""
+
+import os
+from collections.abc import Sequence
+from typing import Final, Literal, assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from segue import _native
+from segue.errors import ParameterError
+from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
+from segue.runtime.contract import ForwardResult, SeqStep, TokenLogprobs
+from segue.weights.model_file import ModelFile
+
+ISA_VARIABLE: Final = "SEGUE_ISA"
+"""Environment variable that forces an instruction set: avx512, avx2 or portable."""
+MAX_THREADS: Final = 1024
+
+
+class NativeExecutor:
+    """An `Executor` (`runtime/contract.py`). Packs the weights at load, from the mapped file.
+
+    threads: None for all CPUs this process may use. kv_dtype: f16 halves the KV memory.
+    Raises ModelFileError when the program cannot be computed with the file's tensors, ParameterError for
+    a bad number of threads, KV type or instruction set.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        model: ModelFile,
+        *,
+        threads: int | None = None,
+        kv_dtype: Literal["f16", "f32"] = "f16",
+    ) -> None:
+        if threads is not None and not 1 <= threads <= MAX_THREADS:
+            raise ParameterError("threads", threads, f"must be in [1, {MAX_THREADS}]")
+        if kv_dtype not in ("f16", "f32"):
+            raise ParameterError("kv_dtype", kv_dtype, "unknown; known are f16, f32")
+        self._program = program
+        self._model = _native.Model(
+            _build(program, model),
+            widths=program.widths,
+            vocab_size=program.vocab_size,
+            num_layers=program.num_layers,
+            num_heads=program.num_heads,
+            num_kv_heads=program.num_kv_heads,
+            head_dim=program.head_dim,
+            max_model_len=program.max_model_len,
+            rope_theta=program.rope_theta,
+            rope_dim=program.rope_dim,
+            rope_interleaved=program.rope_interleaved,
+            rope_factors=list(program.rope_factors),
+            isa=os.environ.get(ISA_VARIABLE, ""),
+            threads=threads or _native.available_cpus(),
+            kv_f32=kv_dtype == "f32",
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self._program.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self._program.max_model_len
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self._model.kv_bytes_per_token
+
+    @property
+    def threads(self) -> int:
+        return self._model.threads
+
+    @property
+    def isa(self) -> str:
+        """The instruction set of the kernels."""
+        return self._model.isa
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make room for `num_blocks · block_size` positions. Raises CapacityError when there is none."""
+        self._model.allocate_kv(num_blocks, block_size)
+
+    def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
+        """Copy blocks, then compute all inputs of all sequences and sample."""
+        tokens, logprobs, prompt_logprobs, not_finite = self._model.forward(seqs, copies)
+        return ForwardResult(
+            tokens=tokens,
+            logprobs={row: TokenLogprobs(*fields) for row, fields in logprobs.items()},
+            prompt_logprobs={
+                index: [TokenLogprobs(*fields) for fields in rows] for index, rows in prompt_logprobs.items()
+            },
+            not_finite=not_finite,
+        )
+
+    def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
+        """[n, vocab]: the logits at each of `token_ids`, computed with a KV of their own."""
+        return self._model.logits(token_ids)
+
+    def close(self) -> None:
+        """Give the KV memory back."""
+        self._model.release_kv()
+
+
+def _build(program: Program, model: ModelFile) -> _native.ModelBuilder:
+    builder = _native.ModelBuilder()
+    for tensor in model.tensors.values():
+        builder.tensor(tensor.name, list(tensor.shape), int(tensor.type), tensor.data)
+    for op in program.ops:
+        match op:
+            case Embed():
+                builder.embed(op.weight, op.out)
+            case RMSNorm():
+                builder.rms_norm(op.x, op.weight, op.out, op.eps)
+            case Linear():
+                builder.linear(op.x, list(op.weights), op.out, op.accumulate)
+            case Attention():
+                builder.attention(op.qkv, op.out, op.layer)
+            case SiluMul():
+                builder.silu_mul(op.x, op.out)
+            case Logits():
+                builder.logits(op.x, op.norm, op.eps, op.weight)
+            case _:
+                assert_never(op)
+    return builder
