@@ -303,6 +303,9 @@ class Engine:
             request_id=request.id, finish_reason=reason, finished=True, metrics=request.snapshot()
         )
 
+    def wake(self) -> None:
+        """For callers that also have an `EngineProcess`, whose `step` can wait; this one's computes."""
+
     # --- state ------------------------------------------------------------------------------------------------
 
     def has_unfinished_requests(self) -> bool:
