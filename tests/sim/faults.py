@@ -1,0 +1,560 @@
+"""Rules of the engine, each with a variant in which it is switched off. The simulation must notice every one.
+
+A fault is planted by replacing the method that holds the rule. Where the rule is a line inside a longer method, the
+replacement calls the real one and undoes that line.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pytest import MonkeyPatch
+
+from segue.engine import timeline as timeline_module
+from segue.engine.blocks import BlockPool
+from segue.engine.config import EngineConfig
+from segue.engine.engine import Engine
+from segue.engine.request import Chunk, Request, State, Stop, Turn
+from segue.engine.scheduler import Part, Scheduler
+from segue.engine.timeline import Flight, Timeline
+from segue.runtime import runtime as runtime_module
+from segue.runtime.contract import After, ForwardResult, SeqResult, SeqStep, StepResult
+from segue.runtime.runtime import LocalRuntime
+from segue.speculate.draft_model import DraftModelDrafter
+from segue.speculate.drafter import DraftRequest, Proposal
+
+Plant = Callable[[MonkeyPatch], None]
+FAULTS: dict[str, Plant] = {}
+"""By name, which says what is switched off."""
+
+
+def fault(plant: Plant) -> Plant:
+    FAULTS[plant.__name__] = plant
+    return plant
+
+
+# --- settling -------------------------------------------------------------------------------------------------
+
+
+@fault
+def trim_before_settle_off(patch: MonkeyPatch) -> None:
+    """What was sampled after a stop enters the ledger; the user is told the right thing."""
+    trim, settle = Turn.trim, Timeline.settle
+    sampled: list[int] = []
+
+    def remember(self: Turn, position: int, ids: Sequence[int]) -> tuple[Sequence[int], Stop | None]:
+        sampled[:] = ids
+        return trim(self, position, ids)
+
+    def settle_all(
+        self: Timeline, flight: Flight, kept: Sequence[int], drafts: Sequence[int], draft_kv: int | None
+    ) -> None:
+        settle(self, flight, list(sampled) if flight.samples else kept, drafts, draft_kv)
+
+    patch.setattr(Turn, "trim", remember)
+    patch.setattr(Timeline, "settle", settle_all)
+
+
+@fault
+def trim_off(patch: MonkeyPatch) -> None:
+    """The turn ends at a stop inside accepted drafts, and the rest of them is handed out."""
+    trim = Turn.trim
+
+    def keep_all(self: Turn, position: int, ids: Sequence[int]) -> tuple[Sequence[int], Stop | None]:
+        return ids, trim(self, position, ids)[1]
+
+    patch.setattr(Turn, "trim", keep_all)
+
+
+@fault
+def epoch_check_off(patch: MonkeyPatch) -> None:
+    """A result that was planned for an older history is settled into the new one."""
+
+    def settle(self: Engine, parts: list[Part], result: StepResult) -> None:
+        for part, seq in zip(parts, result.seqs, strict=True):
+            request, flight = part.request, part.flight
+            if request.state is State.FINISHED:
+                continue
+            if flight not in request.timeline.flights:
+                request.timeline.flights.appendleft(flight)
+            if seq.error is not None:
+                self._fail(request, seq.error)
+            elif flight.samples:
+                self._settle_sampled(request, flight, seq)
+            else:
+                self._settle_prefill(request, flight, seq)
+
+    patch.setattr(Engine, "_settle", settle)
+
+
+def _after_settle(patch: MonkeyPatch, change: Callable[[Timeline, Flight, int], None]) -> None:
+    """Run the real `settle`, then `change(timeline, flight, number of ids it added)`."""
+    settle = Timeline.settle
+
+    def settle_and_change(
+        self: Timeline, flight: Flight, kept: Sequence[int], drafts: Sequence[int], draft_kv: int | None
+    ) -> None:
+        settle(self, flight, kept, drafts, draft_kv)
+        change(self, flight, len(kept))
+
+    patch.setattr(Timeline, "settle", settle_and_change)
+
+
+@fault
+def rejected_draft_counts_as_computed(patch: MonkeyPatch) -> None:
+    def count_one_rejected(timeline: Timeline, flight: Flight, num_kept: int) -> None:
+        if flight.samples and num_kept <= flight.max_drafts:
+            timeline.kv_len += 1
+
+    _after_settle(patch, count_one_rejected)
+
+
+@fault
+def sampled_id_counts_as_computed(patch: MonkeyPatch) -> None:
+    def count_all(timeline: Timeline, flight: Flight, num_kept: int) -> None:
+        timeline.kv_len = max(timeline.kv_len, len(timeline.tokens) if flight.samples else 0)
+
+    _after_settle(patch, count_all)
+
+
+@fault
+def rejection_off(patch: MonkeyPatch) -> None:
+    """One draft that is wrong is kept."""
+    verify = runtime_module._verify
+
+    def keep_one_more(steps: Sequence[SeqStep], forward: ForwardResult) -> list[SeqResult]:
+        results = verify(steps, forward)
+        for step, result in zip(steps, results, strict=True):
+            if result.logprobs is None and 0 < len(result.tokens) <= len(step.drafts):
+                result.tokens = [*result.tokens, step.drafts[len(result.tokens) - 1]]
+        return results
+
+    patch.setattr(runtime_module, "_verify", keep_one_more)
+
+
+@fault
+def error_leaves_blocks(patch: MonkeyPatch) -> None:
+    """A request that failed is forgotten with its blocks."""
+    fail = Engine._fail
+
+    def fail_and_keep(self: Engine, request: Request, error: str) -> None:
+        request.timeline.blocks = []
+        fail(self, request, error)
+
+    patch.setattr(Engine, "_fail", fail_and_keep)
+
+
+@fault
+def epoch_kept_at_cut(patch: MonkeyPatch) -> None:
+    cut = Timeline.cut
+
+    def cut_quietly(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+        surplus = cut(self, num_tokens, kv_len)
+        self.epoch -= 1
+        return surplus
+
+    patch.setattr(Timeline, "cut", cut_quietly)
+
+
+# --- turns ----------------------------------------------------------------------------------------------------
+
+
+@fault
+def turn_keeps_its_last_id(patch: MonkeyPatch) -> None:
+    """`keep="computed"` keeps the sampled id whose KV was never computed."""
+
+    def end_turn(self: Request) -> list[int]:
+        self.turn = None
+        self.prompt_logprobs = None
+        return self.timeline.cut(len(self.timeline.tokens), len(self.timeline.tokens))
+
+    patch.setattr(Request, "end_turn", end_turn)
+
+
+@fault
+def empty_chunk_computes_nothing(patch: MonkeyPatch) -> None:
+    """A turn that adds no ids begins with all KV there, so there is nothing to sample from."""
+    fold = Request.fold
+
+    def fold_and_restore(self: Request, chunk: Chunk, config: EngineConfig) -> list[int]:
+        kv_len = self.timeline.kv_len
+        surplus = fold(self, chunk, config)
+        if not surplus:
+            self.timeline.kv_len = kv_len
+        return surplus
+
+    patch.setattr(Request, "fold", fold_and_restore)
+
+
+@fault
+def answers_longer_than_the_model(patch: MonkeyPatch) -> None:
+    """`max_tokens` alone limits an answer."""
+    begin = vars(Turn)["begin"].__func__
+
+    def unlimited(cls: type[Turn], params: Any, start: int, config: EngineConfig, seed: int) -> Turn:
+        turn: Turn = begin(cls, params, start, config, seed)
+        if params.max_tokens is None:
+            return turn
+        values = {name: getattr(turn, name) for name in Turn.__struct_fields__}
+        return Turn(**{**values, "limit": start + params.max_tokens})
+
+    patch.setattr(Turn, "begin", classmethod(unlimited))
+
+
+# --- the prefix cache -----------------------------------------------------------------------------------------
+
+
+@fault
+def publish_what_flies(patch: MonkeyPatch) -> None:
+    """Blocks are offered as soon as their step is planned."""
+    patch.setattr(Timeline, "publishable_len", property(lambda self: min(self.next_start, len(self.tokens))))
+
+
+@fault
+def publish_without_draft_kv(patch: MonkeyPatch) -> None:
+    patch.setattr(Timeline, "publishable_len", property(lambda self: self.kv_len))
+
+
+@fault
+def stale_keys_after_cut(patch: MonkeyPatch) -> None:
+    """Keys of the ids that were cut off are used for those that replace them."""
+    cut = Timeline.cut
+
+    def keep_keys(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+        keys = list(self._keys)
+        surplus = cut(self, num_tokens, kv_len)
+        self._keys = keys
+        return surplus
+
+    patch.setattr(Timeline, "cut", keep_keys)
+
+
+@fault
+def unpublish_before_write_off(patch: MonkeyPatch) -> None:
+    own = Scheduler._own_block_at
+
+    def write_published(self: Scheduler, timeline: Timeline, position: int, draft: Any) -> None:
+        if self._shares_block_at(timeline, position):
+            own(self, timeline, position, draft)
+
+    patch.setattr(Scheduler, "_own_block_at", write_published)
+
+
+@fault
+def copy_on_write_off(patch: MonkeyPatch) -> None:
+    def write_shared(self: Scheduler, timeline: Timeline, position: int, draft: Any) -> None:
+        index = position // self.config.block_size
+        if index < len(timeline.blocks):
+            self.pool.unpublish(timeline.blocks[index])
+
+    patch.setattr(Scheduler, "_own_block_at", write_shared)
+
+
+@fault
+def copy_forgotten(patch: MonkeyPatch) -> None:
+    """A shared block is replaced by one of its own, and its contents stay behind."""
+    own = Scheduler._own_block_at
+
+    def replace_only(self: Scheduler, timeline: Timeline, position: int, draft: Any) -> None:
+        own(self, timeline, position, draft)
+        draft.copies.clear()
+
+    patch.setattr(Scheduler, "_own_block_at", replace_only)
+
+
+@fault
+def salt_ignored(patch: MonkeyPatch) -> None:
+    root = timeline_module.root_key
+    patch.setattr(timeline_module, "root_key", lambda salt: root(None))
+
+
+@fault
+def parent_key_ignored(patch: MonkeyPatch) -> None:
+    """A block's key is a hash of its own ids alone."""
+    key = timeline_module.block_key
+    patch.setattr(timeline_module, "block_key", lambda parent, ids: key(b"parent", ids))
+
+
+@fault
+def eviction_keeps_the_key(patch: MonkeyPatch) -> None:
+    def evict(self: BlockPool) -> int:
+        block = next(iter(self._cached_free))
+        del self._cached_free[block]
+        return block
+
+    patch.setattr(BlockPool, "_evict", evict)
+
+
+@fault
+def full_prompt_hit_computes_nothing(patch: MonkeyPatch) -> None:
+    def all_blocks(self: Scheduler, request: Request) -> list[int]:
+        if not self.config.enable_prefix_caching or request.prompt_logprobs is not None:
+            return []
+        num_full = request.target // self.config.block_size
+        return self.pool.lookup(request.timeline.key(i) for i in range(num_full))
+
+    patch.setattr(Scheduler, "_cached_blocks", all_blocks)
+
+
+@fault
+def scored_prompts_use_the_cache(patch: MonkeyPatch) -> None:
+    """`prompt_logprobs` are missing where the prefix was not computed."""
+    cached = Scheduler._cached_blocks
+
+    def cached_anyway(self: Scheduler, request: Request) -> list[int]:
+        scores, request.prompt_logprobs = request.prompt_logprobs, None
+        hits = cached(self, request)
+        request.prompt_logprobs = scores
+        return hits
+
+    patch.setattr(Scheduler, "_cached_blocks", cached_anyway)
+
+
+@fault
+def reset_forgets_held_keys(patch: MonkeyPatch) -> None:
+    """A reset empties the index, and held blocks still think that they are in it."""
+
+    def reset(self: BlockPool) -> None:
+        for block in self._cached_free:
+            self._keys[block] = None
+        self._by_key.clear()
+        self._free.extend(self._cached_free)
+        self._cached_free.clear()
+
+    patch.setattr(BlockPool, "reset_cache", reset)
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------
+
+
+@fault
+def reservations_ignored_by_decodes(patch: MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_num_available", lambda self, request: self.pool.num_free)
+
+
+@fault
+def reservations_ignored_in_admission(patch: MonkeyPatch) -> None:
+    fit = Scheduler._fit
+
+    def fit_alone(self: Scheduler, request: Request) -> bool:
+        others, self._reserving = self._reserving, {}
+        fits = fit(self, request)
+        self._reserving = {**others, **self._reserving}
+        return fits
+
+    patch.setattr(Scheduler, "_fit", fit_alone)
+
+
+@fault
+def reservations_outlive_requests(patch: MonkeyPatch) -> None:
+    clear = Scheduler._clear_reserve
+
+    def keep(self: Scheduler, request: Request) -> None:
+        clear(self, request)
+        self._reserving[request] = None
+        request.reserve = self.config.max_model_len if request.state is State.RUNNING else 0
+
+    patch.setattr(Scheduler, "_clear_reserve", keep)
+
+
+@fault
+def preempted_blocks_leak(patch: MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def preempt_and_keep(self: Scheduler, victim: Request) -> None:
+        self.pool.acquire(victim.timeline.blocks)
+        preempt(self, victim)
+
+    patch.setattr(Scheduler, "_preempt", preempt_and_keep)
+
+
+@fault
+def slack_ignored_in_allocation(patch: MonkeyPatch) -> None:
+    """Blocks are allocated as if no draft in flight were kept."""
+    patch.setattr(Timeline, "slack", property(lambda self: 0))
+
+
+@fault
+def drafts_beyond_the_limit(patch: MonkeyPatch) -> None:
+    """As many drafts are asked for at the end of an answer as anywhere."""
+    propose = Scheduler._num_to_propose
+
+    def unlimited(self: Scheduler, request: Request, end: int, room: int) -> int:
+        return propose(self, request, end, 10**9) and self.config.num_speculative_tokens
+
+    patch.setattr(Scheduler, "_num_to_propose", unlimited)
+
+
+@fault
+def blocks_cut_in_place(patch: MonkeyPatch) -> None:
+    """A step in flight sees the block table of a history that came after it was planned."""
+    cut = Timeline.cut
+
+    def cut_in_place(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+        table = self.blocks
+        surplus = cut(self, num_tokens, kv_len)
+        table[:] = self.blocks
+        self.blocks = table
+        return surplus
+
+    patch.setattr(Timeline, "cut", cut_in_place)
+
+
+@fault
+def tokens_cut_in_place(patch: MonkeyPatch) -> None:
+    """A step in flight sees a history that came after it was planned."""
+    cut = Timeline.cut
+
+    def cut_in_place(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+        ids = self.tokens
+        surplus = cut(self, num_tokens, kv_len)
+        ids[:] = self.tokens
+        self.tokens = ids
+        return surplus
+
+    patch.setattr(Timeline, "cut", cut_in_place)
+
+
+# --- order ----------------------------------------------------------------------------------------------------
+
+
+@fault
+def order_reversed(patch: MonkeyPatch) -> None:
+    key = Scheduler.key
+    patch.setattr(Scheduler, "key", lambda self, request: (*key(self, request)[:-1], -request.arrival))
+
+
+@fault
+def priority_reversed(patch: MonkeyPatch) -> None:
+    key = Scheduler.key
+    patch.setattr(Scheduler, "key", lambda self, request: (-key(self, request)[0], *key(self, request)[1:]))
+
+
+@fault
+def oldest_is_preempted(patch: MonkeyPatch) -> None:
+    def first(self: Scheduler) -> Request:
+        return self._next_holder(None) or self.running[0]
+
+    patch.setattr(Scheduler, "_next_victim", first)
+
+
+@fault
+def small_requests_overtake(patch: MonkeyPatch) -> None:
+    """When the first that waits does not fit, the shortest that does is admitted."""
+    first = Scheduler._first_waiting
+
+    def shortest(self: Scheduler) -> Request | None:
+        if first(self) is None:
+            return None
+        waiting = [
+            (len(entry[-1].timeline.tokens), i)
+            for i, entry in enumerate(self._waiting)
+            if entry[-1].state is State.WAITING and entry[0] == self.key(entry[-1])
+        ]
+        at = min(waiting)[1]
+        self._waiting[0], self._waiting[at] = self._waiting[at], self._waiting[0]
+        return self._waiting[0][-1]
+
+    patch.setattr(Scheduler, "_first_waiting", shortest)
+
+
+# --- the runtime ----------------------------------------------------------------------------------------------
+
+
+@fault
+def history_misses_what_flies(patch: MonkeyPatch) -> None:
+    """Penalties under async scheduling see only the ids that were settled when the step was planned."""
+    history = LocalRuntime._history
+    patch.setattr(LocalRuntime, "_history", lambda self, seq, first, after: history(self, seq, first, None))
+
+
+def _change_resolved(
+    patch: MonkeyPatch, change: Callable[[LocalRuntime, SeqStep, SeqStep], dict[str, Any]]
+) -> None:
+    """Run the real `_resolve`; for a part with a reference, replace the fields that `change` gives."""
+    resolve = LocalRuntime._resolve
+
+    def resolve_and_change(self: LocalRuntime, seq: SeqStep) -> SeqStep | SeqResult:
+        step = resolve(self, seq)
+        if seq.after is None or isinstance(step, SeqResult):
+            return step
+        values = {name: getattr(step, name) for name in SeqStep.__struct_fields__}
+        return SeqStep(**{**values, **change(self, seq, step)})
+
+    patch.setattr(LocalRuntime, "_resolve", resolve_and_change)
+
+
+@fault
+def kept_drafts_do_not_move_the_start(patch: MonkeyPatch) -> None:
+    _change_resolved(patch, lambda runtime, seq, step: {"start": seq.start})
+
+
+@fault
+def number_of_drafts_unlimited(patch: MonkeyPatch) -> None:
+    """All that was proposed is verified, whatever there are blocks for."""
+
+    def all_drafts(runtime: LocalRuntime, seq: SeqStep, step: SeqStep) -> dict[str, Any]:
+        assert isinstance(seq.after, After)
+        parent = runtime._parent(seq.after)
+        assert parent is not None
+        return {"drafts": parent.result.drafts}
+
+    _change_resolved(patch, all_drafts)
+
+
+@fault
+def first_sampled_id_is_the_input(patch: MonkeyPatch) -> None:
+    """A reference is resolved to the first id that a step with drafts gave, not to the last."""
+
+    def first_id(runtime: LocalRuntime, seq: SeqStep, step: SeqStep) -> dict[str, Any]:
+        assert isinstance(seq.after, After)
+        parent = runtime._parent(seq.after)
+        assert parent is not None
+        return {"tokens": parent.result.tokens[:1]}
+
+    _change_resolved(patch, first_id)
+
+
+# --- the draft model ------------------------------------------------------------------------------------------
+
+
+@fault
+def draft_kv_not_clamped_at_cut(patch: MonkeyPatch) -> None:
+    cut = Timeline.cut
+
+    def keep_draft_kv(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+        draft_kv_len = self.draft_kv_len
+        surplus = cut(self, num_tokens, kv_len)
+        self.draft_kv_len = min(draft_kv_len, len(self.tokens))
+        return surplus
+
+    patch.setattr(Timeline, "cut", keep_draft_kv)
+
+
+@fault
+def draft_kv_counts_proposals(patch: MonkeyPatch) -> None:
+    """The draft model's KV of its own proposals counts, though the target may have drawn other ids."""
+    propose = DraftModelDrafter.propose
+
+    def count_all(
+        self: DraftModelDrafter, requests: Sequence[DraftRequest], copies: Sequence[tuple[int, int]]
+    ) -> list[Proposal]:
+        return [
+            Proposal(proposal.drafts, (proposal.draft_kv_len or 0) + len(proposal.drafts) - 1)
+            if proposal.drafts
+            else proposal
+            for proposal in propose(self, requests, copies)
+        ]
+
+    patch.setattr(DraftModelDrafter, "propose", count_all)
+
+
+@fault
+def draft_kv_misses_copies(patch: MonkeyPatch) -> None:
+    """The target's KV is copied on write and the draft model's is not."""
+    propose = LocalRuntime._propose
+
+    def without_copies(self: LocalRuntime, drafter: Any, plan: Any, outcomes: Any) -> None:
+        values = {name: getattr(plan, name) for name in type(plan).__struct_fields__}
+        propose(self, drafter, type(plan)(**{**values, "copies": ()}), outcomes)
+
+    patch.setattr(LocalRuntime, "_propose", without_copies)
