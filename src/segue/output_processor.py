@@ -248,7 +248,7 @@ class _Answer:
             index=self._index,
             text="".join(self._texts),
             token_ids=list(self._token_ids),
-            cumulative_logprob=None if logprobs is None else sum(entry.logprob for entry in logprobs),
+            cumulative_logprob=None if logprobs is None else sum((entry.logprob for entry in logprobs), 0.0),
             logprobs=self._entries(0),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,

@@ -95,6 +95,11 @@ def test_full_disk_is_one_line(tiny_path: Path) -> None:
     assert b"No space left" in process.stderr
 
 
+def test_closed_streams_lead_nowhere(tiny_path: Path) -> None:
+    command = f"{SEGUE[0]} -m segue run {tiny_path} the --max-tokens 2 --runtime reference <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", command], check=False).returncode == 0
+
+
 def test_version_loads_no_libraries() -> None:
     code = (
         "import sys; from segue.cli.main import run_command; run_command(['--version']); print(*sys.modules)"
@@ -104,6 +109,6 @@ def test_version_loads_no_libraries() -> None:
 
 
 def test_the_real_model_answers(smollm2_path: Path) -> None:
-    arguments = ["run", str(smollm2_path), "What is the capital of France?", "--json", "--max-tokens", "16"]
+    arguments = ["run", str(smollm2_path), "--raw", "The capital of France is", "--json", "--max-tokens", "8"]
     process = subprocess.run([*SEGUE, *arguments], capture_output=True, check=True)
     assert "Paris" in json.loads(process.stdout)["outputs"][0]["text"]

@@ -21,12 +21,20 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
 
 
 def main() -> None:
-    """The entry point. Text is UTF-8 on every stream, whatever the locale says; a stray byte on stdin is
-    found where the text is used."""
-    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace"), (sys.stderr, "replace")):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors=errors)
+    """The entry point."""
+    _prepare_streams()
     sys.exit(run_command(sys.argv[1:]))
+
+
+def _prepare_streams() -> None:
+    """Text is UTF-8 on every stream, whatever the locale says; a stray byte on stdin is found where the text is
+    used. A stream that the caller closed leads nowhere."""
+    for name, errors in (("stdin", "surrogateescape"), ("stdout", "replace"), ("stderr", "replace")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors=errors)
 
 
 def run_command(arguments: list[str]) -> int:
@@ -78,4 +86,4 @@ def _report(error: Exception) -> int:
 def one_line(message: str) -> str:
     """The message without line breaks and without characters that steer a terminal."""
     joined = " ".join(message.split())
-    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in joined)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in joined)
