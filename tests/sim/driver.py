@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
 from segue.engine.outputs import EngineOutput, FinishReason
+from segue.runtime.contract import Runtime
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter
@@ -20,6 +21,7 @@ from segue.speculate.ngram import NgramDrafter
 from tests.sim.checks import Checker, Violation, check_output, require
 from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
+from tests.sim.trace import Trace, TracedRuntime
 
 EOS = frozenset({1})
 MAX_IDLE_STEPS = 2000
@@ -103,8 +105,9 @@ class Client:
 class Simulation:
     """One engine over the oracle, driven by one seed."""
 
-    def __init__(self, seed: int, setup: Setup | None = None) -> None:
+    def __init__(self, seed: int, setup: Setup | None = None, trace: Trace | None = None) -> None:
         self.seed = seed
+        self.trace = trace
         self.rng = random.Random(seed)
         self.setup = Setup.draw(self.rng) if setup is None else setup
         config = self.setup.config
@@ -112,7 +115,9 @@ class Simulation:
         self.target = OracleExecutor(self.model, config.max_model_len)
         self.target.allocate_kv(config.num_kv_blocks, config.block_size)
         self.draft: OracleDraftExecutor | None = None
-        runtime = LocalRuntime(self.target, drafter=self._drafter())
+        runtime: Runtime = LocalRuntime(self.target, drafter=self._drafter())
+        if trace is not None:
+            runtime = TracedRuntime(runtime, trace)
         self.engine = Engine(runtime, config, step_thread=self.setup.threaded)
         self.clients: dict[str, Client] = {}
         self.num_steps = 0
@@ -295,6 +300,8 @@ class Simulation:
         faulty = self.target.fail_next or self.target.nan_next
         self.checker.before_step()
         outputs = self.engine.step()
+        if self.trace is not None:
+            self.trace.add(outputs)
         for violations in (self.target.violations, self.draft.violations if self.draft else []):
             require(not violations, "; ".join(violations))
         for client in self.clients.values():

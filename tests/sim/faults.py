@@ -7,7 +7,7 @@ replacement calls the real one and undoes that line.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pytest import MonkeyPatch
+import pytest
 
 from segue.engine import timeline as timeline_module
 from segue.engine.blocks import BlockPool
@@ -22,7 +22,7 @@ from segue.runtime.runtime import LocalRuntime
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import DraftRequest, Proposal
 
-Plant = Callable[[MonkeyPatch], None]
+Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, Plant] = {}
 """By name, which says what is switched off."""
 
@@ -36,7 +36,7 @@ def fault(plant: Plant) -> Plant:
 
 
 @fault
-def trim_before_settle_off(patch: MonkeyPatch) -> None:
+def trim_before_settle_off(patch: pytest.MonkeyPatch) -> None:
     """What was sampled after a stop enters the ledger; the user is told the right thing."""
     trim, settle = Turn.trim, Timeline.settle
     sampled: list[int] = []
@@ -55,7 +55,7 @@ def trim_before_settle_off(patch: MonkeyPatch) -> None:
 
 
 @fault
-def trim_off(patch: MonkeyPatch) -> None:
+def trim_off(patch: pytest.MonkeyPatch) -> None:
     """The turn ends at a stop inside accepted drafts, and the rest of them is handed out."""
     trim = Turn.trim
 
@@ -66,7 +66,7 @@ def trim_off(patch: MonkeyPatch) -> None:
 
 
 @fault
-def epoch_check_off(patch: MonkeyPatch) -> None:
+def epoch_check_off(patch: pytest.MonkeyPatch) -> None:
     """A result that was planned for an older history is settled into the new one."""
 
     def settle(self: Engine, parts: list[Part], result: StepResult) -> None:
@@ -86,7 +86,7 @@ def epoch_check_off(patch: MonkeyPatch) -> None:
     patch.setattr(Engine, "_settle", settle)
 
 
-def _after_settle(patch: MonkeyPatch, change: Callable[[Timeline, Flight, int], None]) -> None:
+def _after_settle(patch: pytest.MonkeyPatch, change: Callable[[Timeline, Flight, int], None]) -> None:
     """Run the real `settle`, then `change(timeline, flight, number of ids it added)`."""
     settle = Timeline.settle
 
@@ -100,7 +100,7 @@ def _after_settle(patch: MonkeyPatch, change: Callable[[Timeline, Flight, int], 
 
 
 @fault
-def rejected_draft_counts_as_computed(patch: MonkeyPatch) -> None:
+def rejected_draft_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
     def count_one_rejected(timeline: Timeline, flight: Flight, num_kept: int) -> None:
         if flight.samples and num_kept <= flight.max_drafts:
             timeline.kv_len += 1
@@ -109,7 +109,7 @@ def rejected_draft_counts_as_computed(patch: MonkeyPatch) -> None:
 
 
 @fault
-def sampled_id_counts_as_computed(patch: MonkeyPatch) -> None:
+def sampled_id_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
     def count_all(timeline: Timeline, flight: Flight, num_kept: int) -> None:
         timeline.kv_len = max(timeline.kv_len, len(timeline.tokens) if flight.samples else 0)
 
@@ -117,7 +117,7 @@ def sampled_id_counts_as_computed(patch: MonkeyPatch) -> None:
 
 
 @fault
-def rejection_off(patch: MonkeyPatch) -> None:
+def rejection_off(patch: pytest.MonkeyPatch) -> None:
     """One draft that is wrong is kept."""
     verify = runtime_module._verify
 
@@ -132,7 +132,7 @@ def rejection_off(patch: MonkeyPatch) -> None:
 
 
 @fault
-def error_leaves_blocks(patch: MonkeyPatch) -> None:
+def error_leaves_blocks(patch: pytest.MonkeyPatch) -> None:
     """A request that failed is forgotten with its blocks."""
     fail = Engine._fail
 
@@ -144,7 +144,7 @@ def error_leaves_blocks(patch: MonkeyPatch) -> None:
 
 
 @fault
-def epoch_kept_at_cut(patch: MonkeyPatch) -> None:
+def epoch_kept_at_cut(patch: pytest.MonkeyPatch) -> None:
     cut = Timeline.cut
 
     def cut_quietly(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
@@ -159,7 +159,7 @@ def epoch_kept_at_cut(patch: MonkeyPatch) -> None:
 
 
 @fault
-def turn_keeps_its_last_id(patch: MonkeyPatch) -> None:
+def turn_keeps_its_last_id(patch: pytest.MonkeyPatch) -> None:
     """`keep="computed"` keeps the sampled id whose KV was never computed."""
 
     def end_turn(self: Request) -> list[int]:
@@ -171,7 +171,7 @@ def turn_keeps_its_last_id(patch: MonkeyPatch) -> None:
 
 
 @fault
-def empty_chunk_computes_nothing(patch: MonkeyPatch) -> None:
+def empty_chunk_computes_nothing(patch: pytest.MonkeyPatch) -> None:
     """A turn that adds no ids begins with all KV there, so there is nothing to sample from."""
     fold = Request.fold
 
@@ -186,7 +186,7 @@ def empty_chunk_computes_nothing(patch: MonkeyPatch) -> None:
 
 
 @fault
-def answers_longer_than_the_model(patch: MonkeyPatch) -> None:
+def answers_longer_than_the_model(patch: pytest.MonkeyPatch) -> None:
     """`max_tokens` alone limits an answer."""
     begin = vars(Turn)["begin"].__func__
 
@@ -204,18 +204,18 @@ def answers_longer_than_the_model(patch: MonkeyPatch) -> None:
 
 
 @fault
-def publish_what_flies(patch: MonkeyPatch) -> None:
+def publish_what_flies(patch: pytest.MonkeyPatch) -> None:
     """Blocks are offered as soon as their step is planned."""
     patch.setattr(Timeline, "publishable_len", property(lambda self: min(self.next_start, len(self.tokens))))
 
 
 @fault
-def publish_without_draft_kv(patch: MonkeyPatch) -> None:
+def publish_without_draft_kv(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Timeline, "publishable_len", property(lambda self: self.kv_len))
 
 
 @fault
-def stale_keys_after_cut(patch: MonkeyPatch) -> None:
+def stale_keys_after_cut(patch: pytest.MonkeyPatch) -> None:
     """Keys of the ids that were cut off are used for those that replace them."""
     cut = Timeline.cut
 
@@ -229,7 +229,7 @@ def stale_keys_after_cut(patch: MonkeyPatch) -> None:
 
 
 @fault
-def unpublish_before_write_off(patch: MonkeyPatch) -> None:
+def unpublish_before_write_off(patch: pytest.MonkeyPatch) -> None:
     own = Scheduler._own_block_at
 
     def write_published(self: Scheduler, timeline: Timeline, position: int, draft: Any) -> None:
@@ -240,7 +240,7 @@ def unpublish_before_write_off(patch: MonkeyPatch) -> None:
 
 
 @fault
-def copy_on_write_off(patch: MonkeyPatch) -> None:
+def copy_on_write_off(patch: pytest.MonkeyPatch) -> None:
     def write_shared(self: Scheduler, timeline: Timeline, position: int, draft: Any) -> None:
         index = position // self.config.block_size
         if index < len(timeline.blocks):
@@ -250,7 +250,7 @@ def copy_on_write_off(patch: MonkeyPatch) -> None:
 
 
 @fault
-def copy_forgotten(patch: MonkeyPatch) -> None:
+def copy_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A shared block is replaced by one of its own, and its contents stay behind."""
     own = Scheduler._own_block_at
 
@@ -262,20 +262,20 @@ def copy_forgotten(patch: MonkeyPatch) -> None:
 
 
 @fault
-def salt_ignored(patch: MonkeyPatch) -> None:
+def salt_ignored(patch: pytest.MonkeyPatch) -> None:
     root = timeline_module.root_key
     patch.setattr(timeline_module, "root_key", lambda salt: root(None))
 
 
 @fault
-def parent_key_ignored(patch: MonkeyPatch) -> None:
+def parent_key_ignored(patch: pytest.MonkeyPatch) -> None:
     """A block's key is a hash of its own ids alone."""
     key = timeline_module.block_key
     patch.setattr(timeline_module, "block_key", lambda parent, ids: key(b"parent", ids))
 
 
 @fault
-def eviction_keeps_the_key(patch: MonkeyPatch) -> None:
+def eviction_keeps_the_key(patch: pytest.MonkeyPatch) -> None:
     def evict(self: BlockPool) -> int:
         block = next(iter(self._cached_free))
         del self._cached_free[block]
@@ -285,7 +285,7 @@ def eviction_keeps_the_key(patch: MonkeyPatch) -> None:
 
 
 @fault
-def full_prompt_hit_computes_nothing(patch: MonkeyPatch) -> None:
+def full_prompt_hit_computes_nothing(patch: pytest.MonkeyPatch) -> None:
     def all_blocks(self: Scheduler, request: Request) -> list[int]:
         if not self.config.enable_prefix_caching or request.prompt_logprobs is not None:
             return []
@@ -296,7 +296,7 @@ def full_prompt_hit_computes_nothing(patch: MonkeyPatch) -> None:
 
 
 @fault
-def scored_prompts_use_the_cache(patch: MonkeyPatch) -> None:
+def scored_prompts_use_the_cache(patch: pytest.MonkeyPatch) -> None:
     """`prompt_logprobs` are missing where the prefix was not computed."""
     cached = Scheduler._cached_blocks
 
@@ -310,7 +310,7 @@ def scored_prompts_use_the_cache(patch: MonkeyPatch) -> None:
 
 
 @fault
-def reset_forgets_held_keys(patch: MonkeyPatch) -> None:
+def reset_forgets_held_keys(patch: pytest.MonkeyPatch) -> None:
     """A reset empties the index, and held blocks still think that they are in it."""
 
     def reset(self: BlockPool) -> None:
@@ -327,12 +327,12 @@ def reset_forgets_held_keys(patch: MonkeyPatch) -> None:
 
 
 @fault
-def reservations_ignored_by_decodes(patch: MonkeyPatch) -> None:
+def reservations_ignored_by_decodes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_num_available", lambda self, request: self.pool.num_free)
 
 
 @fault
-def reservations_ignored_in_admission(patch: MonkeyPatch) -> None:
+def reservations_ignored_in_admission(patch: pytest.MonkeyPatch) -> None:
     fit = Scheduler._fit
 
     def fit_alone(self: Scheduler, request: Request) -> bool:
@@ -345,7 +345,7 @@ def reservations_ignored_in_admission(patch: MonkeyPatch) -> None:
 
 
 @fault
-def reservations_outlive_requests(patch: MonkeyPatch) -> None:
+def reservations_outlive_requests(patch: pytest.MonkeyPatch) -> None:
     clear = Scheduler._clear_reserve
 
     def keep(self: Scheduler, request: Request) -> None:
@@ -357,7 +357,7 @@ def reservations_outlive_requests(patch: MonkeyPatch) -> None:
 
 
 @fault
-def preempted_blocks_leak(patch: MonkeyPatch) -> None:
+def preempted_blocks_leak(patch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler._preempt
 
     def preempt_and_keep(self: Scheduler, victim: Request) -> None:
@@ -368,13 +368,13 @@ def preempted_blocks_leak(patch: MonkeyPatch) -> None:
 
 
 @fault
-def slack_ignored_in_allocation(patch: MonkeyPatch) -> None:
+def slack_ignored_in_allocation(patch: pytest.MonkeyPatch) -> None:
     """Blocks are allocated as if no draft in flight were kept."""
     patch.setattr(Timeline, "slack", property(lambda self: 0))
 
 
 @fault
-def drafts_beyond_the_limit(patch: MonkeyPatch) -> None:
+def drafts_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
     """As many drafts are asked for at the end of an answer as anywhere."""
     propose = Scheduler._num_to_propose
 
@@ -385,7 +385,7 @@ def drafts_beyond_the_limit(patch: MonkeyPatch) -> None:
 
 
 @fault
-def blocks_cut_in_place(patch: MonkeyPatch) -> None:
+def blocks_cut_in_place(patch: pytest.MonkeyPatch) -> None:
     """A step in flight sees the block table of a history that came after it was planned."""
     cut = Timeline.cut
 
@@ -400,7 +400,7 @@ def blocks_cut_in_place(patch: MonkeyPatch) -> None:
 
 
 @fault
-def tokens_cut_in_place(patch: MonkeyPatch) -> None:
+def tokens_cut_in_place(patch: pytest.MonkeyPatch) -> None:
     """A step in flight sees a history that came after it was planned."""
     cut = Timeline.cut
 
@@ -418,19 +418,19 @@ def tokens_cut_in_place(patch: MonkeyPatch) -> None:
 
 
 @fault
-def order_reversed(patch: MonkeyPatch) -> None:
+def order_reversed(patch: pytest.MonkeyPatch) -> None:
     key = Scheduler.key
     patch.setattr(Scheduler, "key", lambda self, request: (*key(self, request)[:-1], -request.arrival))
 
 
 @fault
-def priority_reversed(patch: MonkeyPatch) -> None:
+def priority_reversed(patch: pytest.MonkeyPatch) -> None:
     key = Scheduler.key
     patch.setattr(Scheduler, "key", lambda self, request: (-key(self, request)[0], *key(self, request)[1:]))
 
 
 @fault
-def oldest_is_preempted(patch: MonkeyPatch) -> None:
+def oldest_is_preempted(patch: pytest.MonkeyPatch) -> None:
     def first(self: Scheduler) -> Request:
         return self._next_holder(None) or self.running[0]
 
@@ -438,7 +438,7 @@ def oldest_is_preempted(patch: MonkeyPatch) -> None:
 
 
 @fault
-def small_requests_overtake(patch: MonkeyPatch) -> None:
+def small_requests_overtake(patch: pytest.MonkeyPatch) -> None:
     """When the first that waits does not fit, the shortest that does is admitted."""
     first = Scheduler._first_waiting
 
@@ -461,14 +461,14 @@ def small_requests_overtake(patch: MonkeyPatch) -> None:
 
 
 @fault
-def history_misses_what_flies(patch: MonkeyPatch) -> None:
+def history_misses_what_flies(patch: pytest.MonkeyPatch) -> None:
     """Penalties under async scheduling see only the ids that were settled when the step was planned."""
     history = LocalRuntime._history
     patch.setattr(LocalRuntime, "_history", lambda self, seq, first, after: history(self, seq, first, None))
 
 
 def _change_resolved(
-    patch: MonkeyPatch, change: Callable[[LocalRuntime, SeqStep, SeqStep], dict[str, Any]]
+    patch: pytest.MonkeyPatch, change: Callable[[LocalRuntime, SeqStep, SeqStep], dict[str, Any]]
 ) -> None:
     """Run the real `_resolve`; for a part with a reference, replace the fields that `change` gives."""
     resolve = LocalRuntime._resolve
@@ -484,12 +484,12 @@ def _change_resolved(
 
 
 @fault
-def kept_drafts_do_not_move_the_start(patch: MonkeyPatch) -> None:
+def kept_drafts_do_not_move_the_start(patch: pytest.MonkeyPatch) -> None:
     _change_resolved(patch, lambda runtime, seq, step: {"start": seq.start})
 
 
 @fault
-def number_of_drafts_unlimited(patch: MonkeyPatch) -> None:
+def number_of_drafts_unlimited(patch: pytest.MonkeyPatch) -> None:
     """All that was proposed is verified, whatever there are blocks for."""
 
     def all_drafts(runtime: LocalRuntime, seq: SeqStep, step: SeqStep) -> dict[str, Any]:
@@ -502,7 +502,7 @@ def number_of_drafts_unlimited(patch: MonkeyPatch) -> None:
 
 
 @fault
-def first_sampled_id_is_the_input(patch: MonkeyPatch) -> None:
+def first_sampled_id_is_the_input(patch: pytest.MonkeyPatch) -> None:
     """A reference is resolved to the first id that a step with drafts gave, not to the last."""
 
     def first_id(runtime: LocalRuntime, seq: SeqStep, step: SeqStep) -> dict[str, Any]:
@@ -518,7 +518,7 @@ def first_sampled_id_is_the_input(patch: MonkeyPatch) -> None:
 
 
 @fault
-def draft_kv_not_clamped_at_cut(patch: MonkeyPatch) -> None:
+def draft_kv_not_clamped_at_cut(patch: pytest.MonkeyPatch) -> None:
     cut = Timeline.cut
 
     def keep_draft_kv(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
@@ -531,15 +531,15 @@ def draft_kv_not_clamped_at_cut(patch: MonkeyPatch) -> None:
 
 
 @fault
-def draft_kv_counts_proposals(patch: MonkeyPatch) -> None:
-    """The draft model's KV of its own proposals counts, though the target may have drawn other ids."""
+def draft_kv_counts_the_last_proposal(patch: pytest.MonkeyPatch) -> None:
+    """The KV of the last id that the draft model proposed counts, though nobody has computed it."""
     propose = DraftModelDrafter.propose
 
     def count_all(
         self: DraftModelDrafter, requests: Sequence[DraftRequest], copies: Sequence[tuple[int, int]]
     ) -> list[Proposal]:
         return [
-            Proposal(proposal.drafts, (proposal.draft_kv_len or 0) + len(proposal.drafts) - 1)
+            Proposal(proposal.drafts, (proposal.draft_kv_len or 0) + len(proposal.drafts))
             if proposal.drafts
             else proposal
             for proposal in propose(self, requests, copies)
@@ -549,7 +549,7 @@ def draft_kv_counts_proposals(patch: MonkeyPatch) -> None:
 
 
 @fault
-def draft_kv_misses_copies(patch: MonkeyPatch) -> None:
+def draft_kv_misses_copies(patch: pytest.MonkeyPatch) -> None:
     """The target's KV is copied on write and the draft model's is not."""
     propose = LocalRuntime._propose
 

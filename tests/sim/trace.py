@@ -1,0 +1,45 @@
+"""A fingerprint of all that an engine planned, all that came back and all that it said."""
+
+from hashlib import blake2b
+
+from segue.runtime.contract import Runtime, SeqStep, StepPlan, StepResult
+
+
+class Trace:
+    """Equal traces: the same was planned, computed and said, in the same order."""
+
+    def __init__(self) -> None:
+        self._hash = blake2b(digest_size=16)
+
+    def add(self, value: object) -> None:
+        self._hash.update(repr(value).encode())
+
+    @property
+    def fingerprint(self) -> str:
+        return self._hash.hexdigest()
+
+
+class TracedRuntime:
+    """Passes steps on to a runtime and notes them down.
+
+    Block tables and histories grow while a step runs on a thread, so compare only runs without one.
+    """
+
+    def __init__(self, runtime: Runtime, trace: Trace) -> None:
+        self._runtime = runtime
+        self._trace = trace
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runtime.vocab_size
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._trace.add((plan.step, plan.copies))
+        for seq in plan.seqs:
+            self._trace.add([getattr(seq, name) for name in SeqStep.__struct_fields__])
+        result = self._runtime.execute(plan)
+        self._trace.add(result)
+        return result
+
+    def close(self) -> None:
+        self._runtime.close()
