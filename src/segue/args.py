@@ -15,7 +15,7 @@ from segue.engine.config import EngineConfig, SchedulingPolicy, SpeculativeConfi
 from segue.errors import CapacityError, ParameterError
 
 if TYPE_CHECKING:
-    from segue.engine.engine import Engine
+    from segue.engine.client import EngineClient
     from segue.runtime.contract import Executor
     from segue.speculate.drafter import Drafter
     from segue.tokens import Tokenizer
@@ -47,6 +47,7 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     kv_cache_dtype: KVCacheDtype
     runtime: RuntimeName
+    engine_process: bool
 
 
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +76,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """auto: f16 with the native runtime, f32 with the reference runtime."""
     runtime: RuntimeName = "native"
     """reference: NumPy, f32, slow; to check the native one."""
+    engine_process: bool = False
+    """Run the engine in a process of its own, which the caller's work cannot slow down. The answers are the same."""
 
     def __post_init__(self) -> None:
         if self.threads is not None:
@@ -102,8 +105,25 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 raise ParameterError(name, options.get(name), f"no such option; known are {known}")
         return cls(model=str(model), **options)
 
+    def load(self) -> "LoadedModel":
+        """The model's engine, in this process or in its own, and its text side.
+
+        Raises ModelFileError, ParameterError, CapacityError, and EngineDead when its process ends.
+        """
+        if not self.engine_process:
+            return self.build()
+        from segue.engine.process import EngineProcess
+        from segue.hub import resolve_model
+        from segue.tokens import Tokenizer
+        from segue.weights.gguf import load_gguf
+
+        file = load_gguf(resolve_model(self.model))
+        tokenizer = Tokenizer.from_model(file)
+        engine = EngineProcess(self)
+        return LoadedModel(engine, tokenizer, engine.config, file)
+
     def build(self) -> "LoadedModel":
-        """Loads the model and makes its engine. Raises ModelFileError, ParameterError, CapacityError."""
+        """The model's engine in this process. Raises ModelFileError, ParameterError, CapacityError."""
         from segue.engine.engine import Engine
         from segue.hub import resolve_model
         from segue.runtime.runtime import LocalRuntime
@@ -191,7 +211,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 class LoadedModel(msgspec.Struct, frozen=True):
     """An engine, and what the text side needs of its model."""
 
-    engine: "Engine"
+    engine: "EngineClient"
     tokenizer: "Tokenizer"
     config: EngineConfig
     file: "ModelFile"

@@ -26,7 +26,7 @@ from segue.sample.params import SamplingParams
 from segue.tokens import Tokenizer
 
 if TYPE_CHECKING:
-    from segue.engine.engine import Engine
+    from segue.engine.client import EngineClient
 
 Message = Mapping[str, object]
 """A chat message: "role" and "content", and what else the model's template knows."""
@@ -53,7 +53,7 @@ class LLM:
             args = model
         else:
             args = EngineArgs.of(model, options)
-        loaded = args.build()
+        loaded = args.load()
         self.config = loaded.config
         self._engine = loaded.engine
         self._tokenizer = loaded.tokenizer
@@ -241,7 +241,7 @@ class Stream(Iterator[Delta]):
 class _Batch:
     """Requests that are carried out together, each known by its number."""
 
-    def __init__(self, engine: "Engine", processor: OutputProcessor) -> None:
+    def __init__(self, engine: "EngineClient", processor: OutputProcessor) -> None:
         self._engine = engine
         self._processor = processor
         self._request_ids: list[str] = []

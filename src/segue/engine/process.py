@@ -1,0 +1,628 @@
+"""The engine in a process of its own, so that JSON, tokenising and a busy event loop never hold up a step.
+
+    EngineProcess                     child: `python -m segue.engine.process`
+      calls, checked here   ──ipc──▶  Engine: the calls, in order, between two steps
+      step() → outputs      ◀──ipc──  what each step brought, and how many calls came before it
+      pipe, never written   ──────▶   stdin: at its end the parent is gone, and the child ends
+
+Calls go one way: nobody waits for a step, except to ask for `stats` or `metrics_of`. On the wire are msgpack messages;
+a call's are made from the signature of the engine's method, so a new method is one name in `CALLS`.
+"""
+
+import contextlib
+import inspect
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+
+import msgspec
+import zmq
+
+import segue
+from segue.engine.check import check_chunk, check_request
+from segue.engine.client import EngineClient
+from segue.engine.config import EngineConfig
+from segue.engine.engine import Engine
+from segue.engine.outputs import EngineOutput, EngineStats, FinishReason, RequestMetrics
+from segue.engine.request import Keep
+from segue.errors import EngineDead, ParameterError, SegueError, UsageError
+from segue.sample.params import SamplingParams
+
+if TYPE_CHECKING:
+    from segue.args import EngineArgs
+
+CALLS = (
+    "add_request",
+    "add_chunk",
+    "truncate",
+    "fork",
+    "end_input",
+    "abort_request",
+    "reset_prefix_cache",
+    "metrics_of",
+)
+"""Methods of `Engine` that are called from outside; those that return something are answered."""
+
+LIFE_CHECK_S = 0.2
+"""How often a wait looks whether the other process still lives."""
+ANSWER_TIMEOUT_S = 60.0
+"""An answer comes after the step that runs."""
+CLOSE_TIMEOUT_S = 5.0
+MAX_SOCKET_PATH = 100
+"""Bytes; the system's limit is 104 or 108."""
+
+
+# --- messages -------------------------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """To the child, when it is connected: the fields of `EngineArgs`."""
+
+    args: dict[str, Any]
+
+
+class AskStats(msgspec.Struct, frozen=True, tag=True):
+    """To the child: answered by `EngineStats`."""
+
+
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    """From the child, first: messages will reach it, and the socket's address is not needed any more."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From the child: the model is loaded."""
+
+    config: EngineConfig
+    vocab_size: int
+
+
+class NotLoaded(msgspec.Struct, frozen=True, tag=True):
+    """From the child, which then ends: the model cannot be loaded. A pickled SegueError."""
+
+    error: bytes
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """From the child, after each step."""
+
+    outputs: list[EngineOutput]
+    num_carried_out: int
+    """How many messages were carried out before the step."""
+    has_unfinished: bool
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """From the child: the answer to `AskStats`."""
+
+    stats: EngineStats
+
+
+class Metrics(msgspec.Struct, frozen=True, tag=True):
+    """From the child: the answer to `metrics_of`; None if the engine does not know the request any more."""
+
+    metrics: RequestMetrics | None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """From the child, which then ends: the engine failed, and not because of a request."""
+
+    error: str
+
+
+def _call_type(method: str) -> type[msgspec.Struct]:
+    """A struct that is named like the method and has its parameters."""
+    function = getattr(Engine, method)
+    hints = get_type_hints(function)
+    fields = [(name, hints[name]) for name in inspect.signature(function).parameters if name != "self"]
+    return msgspec.defstruct(method, fields, frozen=True, tag=True)
+
+
+def _encode_array(value: object) -> object:
+    if isinstance(value, array):
+        return value.tolist()
+    raise NotImplementedError(type(value))
+
+
+CALL_TYPES = {method: _call_type(method) for method in CALLS}
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+_decode_to_child = msgspec.msgpack.Decoder(reduce(or_, CALL_TYPES.values(), Start | AskStats)).decode
+_decode_from_child = msgspec.msgpack.Decoder(
+    Connected | Ready | NotLoaded | Progress | Stats | Metrics | Failed
+).decode
+
+
+# --- the parent -----------------------------------------------------------------------------------------------
+
+
+class _Remote(msgspec.Struct, eq=False):
+    """An unfinished request of the child's engine."""
+
+    request_id: str
+    wire_id: str
+    """Never used again, so that outputs that were under way at an abort reach nobody else."""
+    input_open: bool
+
+
+class EngineProcess:
+    """An engine in a child process; an `EngineClient`.
+
+    The child ends with this object and with this process, however that ends. If the child ends by itself, every call
+    and a `step` that waits raise EngineDead.
+    """
+
+    def __init__(self, args: "EngineArgs") -> None:
+        """Waits until the model is loaded. Raises what loading it raises, and EngineDead."""
+        self._child = _Child()
+        self._release = weakref.finalize(self, self._child.close)
+        self._dead: str | None = None
+        self._remotes: dict[str, _Remote] = {}
+        """By request id."""
+        self._remotes_by_wire: dict[str, _Remote] = {}
+        self._num_remotes = 0
+        self._num_sent = 0
+        """Messages, and of these carried out before the last step that `step` returned:"""
+        self._num_carried_out = 0
+        self._has_unfinished = False
+        """Whether the child had work left after that step."""
+        self._progress: deque[Progress] = deque()
+        """Received and not yet returned by `step`: until then, nothing of it has happened."""
+        self._answers: deque[Stats | Metrics] = deque()
+        try:
+            ready = self._load(args)
+        except BaseException:
+            self.close()
+            raise
+        self.config = ready.config
+        self.vocab_size = ready.vocab_size
+
+    def _load(self, args: "EngineArgs") -> Ready:
+        while True:
+            message = self._receive()
+            match message:
+                case Connected():
+                    self._child.remove_files()
+                    self._send(Start(msgspec.to_builtins(args)))
+                case Ready():
+                    self._num_sent = 0
+                    return message
+                case NotLoaded():
+                    error = pickle.loads(message.error)
+                    assert isinstance(error, SegueError)
+                    raise error
+                case _:
+                    self._take(message)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        resumable: bool = False,
+        keep: Keep = "computed",
+    ) -> None:
+        """As `Engine.add_request`, with the same errors."""
+        self._check_unused(request_id)
+        ids = check_request(
+            self.config, self.vocab_size, prompt_token_ids, params, resumable=resumable, keep=keep
+        )
+        self._call(
+            "add_request",
+            request_id=self._add_remote(request_id, input_open=resumable),
+            prompt_token_ids=ids,
+            params=params,
+            priority=priority,
+            cache_salt=cache_salt,
+            resumable=resumable,
+            keep=keep,
+        )
+
+    def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
+        """As `Engine.add_chunk`, but a chunk that does not fit after the history fails the request."""
+        remote = self._open_remote(request_id)
+        ids = check_chunk(self.config, self.vocab_size, token_ids, params)
+        self._call("add_chunk", request_id=remote.wire_id, token_ids=ids, params=params)
+
+    def truncate(self, request_id: str, num_tokens: int) -> None:
+        """As `Engine.truncate`, but more tokens than there are fail the request."""
+        self._call("truncate", request_id=self._open_remote(request_id).wire_id, num_tokens=num_tokens)
+
+    def fork(self, request_id: str, new_request_id: str, num_tokens: int | None = None) -> None:
+        """As `Engine.fork`, but more tokens than there are fail the new request."""
+        source = self._open_remote(request_id)
+        self._check_unused(new_request_id)
+        self._call(
+            "fork",
+            request_id=source.wire_id,
+            new_request_id=self._add_remote(new_request_id, input_open=True),
+            num_tokens=num_tokens,
+        )
+
+    def end_input(self, request_id: str) -> None:
+        """As `Engine.end_input`."""
+        remote = self._open_remote(request_id)
+        remote.input_open = False
+        self._call("end_input", request_id=remote.wire_id)
+
+    def abort_request(self, request_id: str) -> None:
+        """As `Engine.abort_request`."""
+        remote = self._remotes.get(request_id)
+        if remote is not None:
+            self._forget(remote)
+            self._call("abort_request", request_id=remote.wire_id)
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._remotes:
+            raise ParameterError("request_id", request_id, "is in use by an unfinished request")
+
+    def _open_remote(self, request_id: str) -> _Remote:
+        remote = self._remotes.get(request_id)
+        if remote is None or not remote.input_open:
+            raise ParameterError("request_id", request_id, "is no request with open input")
+        return remote
+
+    def _add_remote(self, request_id: str, *, input_open: bool) -> str:
+        self._check_alive()
+        remote = _Remote(request_id, str(self._num_remotes), input_open)
+        self._num_remotes += 1
+        self._remotes[request_id] = self._remotes_by_wire[remote.wire_id] = remote
+        return remote.wire_id
+
+    def _forget(self, remote: _Remote) -> None:
+        del self._remotes[remote.request_id]
+        del self._remotes_by_wire[remote.wire_id]
+
+    # --- the step ---------------------------------------------------------------------------------------------
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to wait for or to report."""
+        return bool(self._progress) or self._has_unfinished or self._num_sent > self._num_carried_out
+
+    def step(self) -> list[EngineOutput]:
+        """Waits for the child's next step and returns what is new; nothing if `wake` came first."""
+        self._check_alive()
+        if not self._progress and self.has_unfinished_requests():
+            self._take(self._receive())
+        if not self._progress:
+            return []
+        progress = self._progress.popleft()
+        self._num_carried_out = progress.num_carried_out
+        self._has_unfinished = progress.has_unfinished
+        return [output for output in progress.outputs if self._take_output(output)]
+
+    def _take_output(self, output: EngineOutput) -> bool:
+        """Puts the caller's id in. False when the request was aborted meanwhile."""
+        remote = self._remotes_by_wire.get(output.request_id)
+        if remote is None:
+            return False
+        output.request_id = remote.request_id
+        if output.finished:
+            self._forget(remote)
+        return True
+
+    def wake(self) -> None:
+        """Lets a `step` that waits in another thread return early."""
+        self._child.wake()
+
+    # --- state ------------------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> None:
+        """As `Engine.reset_prefix_cache`."""
+        self._call("reset_prefix_cache")
+
+    @property
+    def stats(self) -> EngineStats:
+        """As `Engine.stats`, after all that was sent. Waits for the step that runs."""
+        self._send(AskStats())
+        answer = self._answer()
+        assert isinstance(answer, Stats)
+        return answer.stats
+
+    def metrics_of(self, request_id: str) -> RequestMetrics:
+        """As `Engine.metrics_of`; the child may be ahead of the outputs that `step` has returned."""
+        remote = self._remotes.get(request_id)
+        if remote is None:
+            raise ParameterError("request_id", request_id, "is no unfinished request")
+        self._call("metrics_of", request_id=remote.wire_id)
+        answer = self._answer()
+        assert isinstance(answer, Metrics)
+        if answer.metrics is not None:
+            return answer.metrics
+        # It has finished there, and the output that says so has come before this answer.
+        outputs = (output for progress in self._progress for output in progress.outputs)
+        last = next(each for each in outputs if each.finished and each.request_id == remote.wire_id)
+        return last.metrics or RequestMetrics()
+
+    def close(self) -> None:
+        """Ends the child, in the middle of a step if there is one. May be called again."""
+        self._dead = self._dead or "the engine was closed"
+        self._release()
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def _call(self, method: str, **arguments: object) -> None:
+        self._send(CALL_TYPES[method](**arguments))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        self._check_alive()
+        try:
+            self._child.socket.send(_encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # there is no queue limit, so nobody is connected any more
+            self._die(self._child.kill())
+        self._num_sent += 1
+
+    def _receive(self) -> object:
+        """The next message; None when `wake` came first."""
+        while True:
+            ready = self._child.poll(LIFE_CHECK_S)
+            if ready.message:
+                return _decode_from_child(self._child.socket.recv())
+            if ready.woken:
+                return None
+            self._check_alive()
+
+    def _take(self, message: object) -> None:
+        match message:
+            case Progress():
+                self._progress.append(message)
+            case Stats() | Metrics():
+                self._answers.append(message)
+            case Failed():
+                self._die(message.error)
+            case _:
+                assert message is None, message
+
+    def _answer(self) -> Stats | Metrics:
+        deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        while not self._answers:
+            if time.monotonic() > deadline_s:
+                self._child.kill()
+                self._die(f"the engine's process did not answer for {ANSWER_TIMEOUT_S:g} s and was ended")
+            self._take(self._receive())
+        return self._answers.popleft()
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        end = self._child.end()
+        if end is None:
+            return
+        # What it sent before it ended may say why.
+        while self._child.poll(LIFE_CHECK_S).message:
+            self._take(_decode_from_child(self._child.socket.recv()))
+        self._die(end)
+
+    def _die(self, why: str) -> NoReturn:
+        self._dead = why
+        self._release()
+        raise EngineDead(why)
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    message: bool
+    woken: bool
+
+
+class _Child:
+    """The child process and the ways to it."""
+
+    def __init__(self) -> None:
+        """Starts it. Raises EngineDead if that fails."""
+        with contextlib.ExitStack() as undo:
+            try:
+                self._directory = _private_directory()
+                undo.callback(self.remove_files)
+                self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+                undo.callback(self._context.destroy, linger=0)
+                self.socket = _pair(self._context)
+                address = f"ipc://{self._directory / 'engine'}"
+                self.socket.bind(address)
+                self._woken, self._waker = socket.socketpair()
+                undo.callback(self._woken.close)
+                undo.callback(self._waker.close)
+                self._process = _spawn(address)
+            except (OSError, zmq.ZMQError) as error:
+                raise EngineDead(f"the engine's process could not be started: {error}") from None
+            self._undo = undo.pop_all()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
+
+    def poll(self, timeout_s: float) -> _Ready:
+        """What has come, or comes within this time."""
+        events = dict(self._poller.poll(int(timeout_s * 1000)))
+        woken = self._woken.fileno() in events
+        if woken:
+            self._woken.recv(4096)
+        return _Ready(self.socket in events, woken)
+
+    def wake(self) -> None:
+        """Any thread: let a `poll` return."""
+        with contextlib.suppress(OSError):  # full: it is awake; closed: nobody polls
+            self._waker.send(b"\0")
+
+    def end(self) -> str | None:
+        """How the process ended; None while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        if code >= 0:
+            return f"the engine's process ended with exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"the engine's process was ended by {signal.Signals(-code).name}"
+        return f"the engine's process was ended by signal {-code}"
+
+    def kill(self) -> str:
+        """Makes an end, if it has not come by itself. Returns how it ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LIFE_CHECK_S)
+        self._process.kill()
+        self._process.wait()
+        end = self.end()
+        assert end is not None
+        return end
+
+    def remove_files(self) -> None:
+        """Once it is connected, the socket's file is of no use."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends it: the end of its stdin is its sign to exit at once."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._undo.close()
+
+
+def _private_directory() -> Path:
+    """A new directory that only this user may enter, with a path short enough for a socket."""
+    directory = Path(tempfile.mkdtemp(prefix="segue-"))
+    if len(os.fsencode(directory)) < MAX_SOCKET_PATH - len("/engine"):
+        return directory
+    directory.rmdir()
+    return Path(tempfile.mkdtemp(prefix="segue-", dir="/tmp"))
+
+
+def _pair(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
+    """A socket without limits on what is queued: neither process waits for the other to read."""
+    pair = context.socket(zmq.PAIR)
+    pair.linger = 0
+    pair.sndhwm = pair.rcvhwm = 0
+    return pair
+
+
+def _spawn(address: str) -> "subprocess.Popen[bytes]":
+    package = str(Path(segue.__file__).parents[1])
+    search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    # Ctrl-C reaches the child as well. It is blocked from the first instant, and ignored once `main` runs.
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return subprocess.Popen(
+            # -P: what lies in the working directory must not be imported.
+            [sys.executable, "-P", "-m", "segue.engine.process", address, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": search_path},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+# --- the child ------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """The child's program: the socket's address and the parent's process id are its arguments."""
+    address, parent_pid = sys.argv[1], int(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM):  # they mean the parent, which decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pair = _pair(context)
+    pair.connect(address)
+    try:
+        _serve(pair)
+    except Exception as error:
+        traceback.print_exc()
+        text = f"the engine failed: {type(error).__name__}: {error}".splitlines()[0]
+        pair.send(_encode(Failed(text)))
+        sys.exit(1)
+    finally:
+        context.destroy(linger=1000)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    # Not PR_SET_PDEATHSIG: that signal comes when the *thread* ends which started this process. stdin ends with the
+    # parent, unless a fork of it holds the other end; the parent's id then still tells.
+    while os.getppid() == parent_pid:
+        readable, _, _ = select.select([0], [], [], 1.0)
+        if readable and not os.read(0, 1):
+            break
+    os._exit(0)
+
+
+def _serve(pair: "zmq.Socket[bytes]") -> None:
+    """Loads the model, then carries out calls and steps until the process is ended."""
+    from segue.args import EngineArgs
+
+    pair.send(_encode(Connected()))
+    start = _decode_to_child(pair.recv())
+    assert isinstance(start, Start)
+    try:
+        engine = EngineArgs(**start.args).build().engine
+    except SegueError as error:
+        pair.send(_encode(NotLoaded(pickle.dumps(error))))
+        return
+    pair.send(_encode(Ready(engine.config, engine.vocab_size)))
+    num_carried_out = 0
+    while True:
+        outputs: list[EngineOutput] = []
+        for message in _messages(pair, wait=not engine.has_unfinished_requests()):
+            num_carried_out += 1
+            match _carry_out(engine, message):
+                case EngineOutput() as refusal:
+                    outputs.append(refusal)
+                case Stats() | Metrics() as answer:
+                    pair.send(_encode(answer))
+        outputs += engine.step()
+        pair.send(_encode(Progress(outputs, num_carried_out, engine.has_unfinished_requests())))
+
+
+def _messages(pair: "zmq.Socket[bytes]", *, wait: bool) -> Iterator[object]:
+    """All that have come; with `wait`, at least one."""
+    if wait:
+        yield _decode_to_child(pair.recv())
+    while pair.poll(0):
+        yield _decode_to_child(pair.recv())
+
+
+def _carry_out(engine: EngineClient, message: object) -> Stats | Metrics | EngineOutput | None:
+    if isinstance(message, AskStats):
+        return Stats(engine.stats)
+    assert isinstance(message, msgspec.Struct)
+    method = type(message).__name__
+    arguments = {name: getattr(message, name) for name in message.__struct_fields__}
+    try:
+        result = getattr(engine, method)(**arguments)
+    except UsageError as error:
+        if method == "metrics_of":
+            return Metrics(None)
+        # The parent has checked what it can, so it does not fit, or the request has just ended. Nobody waits for an
+        # answer: the request fails, or it is not known any more and the output goes nowhere.
+        request_id = arguments.get("new_request_id", arguments["request_id"])
+        engine.abort_request(request_id)
+        return EngineOutput(
+            request_id=request_id, finish_reason=FinishReason.ERROR, finished=True, error=str(error)
+        )
+    return Metrics(result) if method == "metrics_of" else None
+
+
+if __name__ == "__main__":
+    main()
