@@ -4,7 +4,9 @@
     ├── UsageError               the request itself is wrong: exit code 2, HTTP 400
     │   ├── ParameterError       a parameter has a bad value; names the parameter and the value
     │   ├── ModelFileError       a model file is missing, damaged or of an unknown kind
-    │   └── CapacityError        it can never fit: says what is needed and what there is
+    │   ├── CapacityError        it can never fit: says what is needed and what there is
+    │   └── SessionError         a session cannot do this now: says why and what it can do
+    │       └── SessionClosed    it was closed or timed out
     └── FailedError              the request was right and could not be carried out: exit code 1
         ├── RequestFailed        one request failed; the others go on
         ├── DownloadError        `pull` could not fetch or check a model
@@ -45,6 +47,14 @@ class ModelFileError(UsageError):
 
 class CapacityError(UsageError):
     """It can never fit; the message has the numbers."""
+
+
+class SessionError(UsageError):
+    """A live session cannot do this in the state it is in; the state does not change."""
+
+
+class SessionClosed(SessionError):
+    """The session was closed, or timed out."""
 
 
 class FailedError(SegueError):

@@ -87,6 +87,61 @@ def encode_open_chat(
     return _common_prefix(_encode(tokenizer, so_far), _encode(tokenizer, _mark(tokenizer, closed)))
 
 
+def encode_turn(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, after: int, now: datetime | None = None
+) -> list[int]:
+    """The token ids of all that the template writes after the text of message `after`, a generation prompt included.
+
+    For a conversation that is computed up to there. Errors are those of `encode_chat`.
+    """
+    conversation = _conversation(tokenizer, messages, True, None, {}, now)
+    marked, (begin,) = _bounded(tokenizer, conversation, {after: _content(conversation, after)})
+    return _encode(tokenizer, replace(marked, text=marked.text.partition(begin)[2]))
+
+
+def encode_head(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, after: int | None, now: datetime | None = None
+) -> tuple[list[int], str]:
+    """What the template writes before the text of the last message: token ids, and the plain text after those.
+
+    The plain text and the message's own are to be encoded together. With `after`, only what follows the text of
+    that message. Without a place for the text in the rendering, there is nothing before it.
+    """
+    conversation = _conversation(tokenizer, messages, False, None, {}, now)
+    bounds = {} if after is None else {after: _content(conversation, after)}
+    last = len(conversation.messages) - 1
+    marked, ends = _bounded(tokenizer, conversation, {**bounds, last: ""})
+    text, end, _ = marked.text.partition(ends[-1])
+    if not end:
+        return [], ""
+    if after is not None:
+        text = text.partition(ends[0])[2]
+    pieces = tokenizer.split_special(text, control=True)
+    tail = pieces[-1] if pieces else ""
+    if isinstance(tail, int):
+        return _encode(tokenizer, replace(marked, text=text)), ""
+    head = text[: len(text) - len(tail)]
+    return _encode(tokenizer, replace(marked, text=head)), marked.restored(tail)
+
+
+def _content(conversation: "_Conversation", index: int) -> str:
+    content = conversation.messages[index].get("content")
+    if not isinstance(content, str):
+        raise ParameterError("messages", _roles(conversation.messages), f"message {index} must have a text")
+    return content
+
+
+def _bounded(
+    tokenizer: Tokenizer, conversation: "_Conversation", texts: Mapping[int, str]
+) -> tuple["_Marked", list[str]]:
+    """Renders with these messages' texts, each followed by a character of its own."""
+    ends = _unused_characters(len(texts), [conversation.template, *_strings(conversation.given)])
+    messages = list(conversation.messages)
+    for (index, text), end in zip(texts.items(), ends, strict=True):
+        messages[index] = {**messages[index], "content": text + end}
+    return _mark(tokenizer, replace(conversation, messages=messages)), ends
+
+
 @dataclass(frozen=True)
 class _Conversation:
     """Everything a rendering depends on; the strings in `messages`, `tools` and `variables` come from users."""
