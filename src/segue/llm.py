@@ -15,13 +15,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
-import msgspec
-
 from segue.args import EngineArgs, EngineOptions
 from segue.engine.outputs import FinishReason
 from segue.errors import EngineDead, ParameterError, RequestFailed
 from segue.output_processor import OutputProcessor
 from segue.outputs import Delta, Prompt, RequestOutput
+from segue.prompts import EncodedPrompt, encode_prompt
 from segue.sample.params import SamplingParams
 from segue.tokens import Tokenizer
 
@@ -30,14 +29,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, object]
 """A chat message: "role" and "content", and what else the model's template knows."""
-
-
-class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt as the engine takes it, with its text for the record."""
-
-    text: str | None
-    token_ids: list[int]
-    cache_salt: str | None = None
 
 
 class LLM:
@@ -78,7 +69,7 @@ class LLM:
         step that is running end, aborts the rest and raises KeyboardInterrupt; the LLM can be used on.
         """
         listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        encoded = [self._encode(prompt) for prompt in listed]
+        encoded = [encode_prompt(self._tokenizer, prompt) for prompt in listed]
         return self._generate(encoded, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def chat(
@@ -107,7 +98,7 @@ class LLM:
         batch = _Batch(self._engine, self._processor)
         params = sampling_params or SamplingParams()
         try:
-            batch.add(next(self._numbers), self._encode(prompt), params, priority=0)
+            batch.add(next(self._numbers), encode_prompt(self._tokenizer, prompt), params, priority=0)
         except BaseException:
             batch.close()
             raise
@@ -145,27 +136,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        if isinstance(prompt, str):
-            return EncodedPrompt(text=prompt, token_ids=self._encode_text(prompt))
-        if not isinstance(prompt, Mapping):
-            raise ParameterError(
-                "prompts", prompt, "must be a string or a dict with prompt or prompt_token_ids"
-            )
-        text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
-        if text is not None and not isinstance(text, str):
-            raise ParameterError("prompt", text, "must be a string")
-        if salt is not None and not isinstance(salt, str):
-            raise ParameterError("cache_salt", salt, "must be a string")
-        if token_ids is None:
-            if text is None:
-                raise ParameterError("prompts", prompt, "a dict needs the key prompt or prompt_token_ids")
-            return EncodedPrompt(text=text, token_ids=self._encode_text(text), cache_salt=salt)
-        return EncodedPrompt(text=text, token_ids=_checked_ids(token_ids), cache_salt=salt)
-
-    def _encode_text(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, parse_special=True, add_special_tokens=True)
 
     def _generate(
         self,
@@ -337,15 +307,6 @@ def _conversations(
     if one or any(isinstance(conversation, str) for conversation in several):
         raise ParameterError("messages", messages, "must be a list of messages, or a list of such lists")
     return several
-
-
-def _checked_ids(token_ids: object) -> list[int]:
-    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
-        raise ParameterError("prompt_token_ids", token_ids, "must be a list of token ids")
-    for token in token_ids:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise ParameterError("prompt_token_ids", token, "must be an integer")
-    return list(token_ids)
 
 
 @contextlib.contextmanager

@@ -208,6 +208,8 @@ class _Answer:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._entries: list[dict[int, Logprob]] = []
+        """`_logprobs` as they are shown."""
         self._stop_reason: int | str | None = None
         self._error: str | None = None
 
@@ -225,12 +227,13 @@ class _Answer:
         if self.finish_reason is not None:
             self.metrics = output.metrics
         self._texts.append(text)
+        self._show_logprobs(first)
         return Delta(
             request_id=self._request_id,
             index=self._index,
             text=text,
             token_ids=self._token_ids[first:],
-            logprobs=self._entries(first),
+            logprobs=None if self._logprobs is None else self._entries[first:],
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             error=self._error,
@@ -244,12 +247,14 @@ class _Answer:
     def completion(self) -> CompletionOutput:
         """The answer as far as it can be shown."""
         logprobs = self._logprobs
+        text = "".join(self._texts)
+        self._texts = [text]
         return CompletionOutput(
             index=self._index,
-            text="".join(self._texts),
+            text=text,
             token_ids=list(self._token_ids),
             cumulative_logprob=None if logprobs is None else sum((entry.logprob for entry in logprobs), 0.0),
-            logprobs=self._entries(0),
+            logprobs=None if logprobs is None else list(self._entries),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
             error=self._error,
@@ -281,13 +286,11 @@ class _Answer:
             self._cut_at_stop(self._detokenizer.stopped)
         return text
 
-    def _entries(self, first: int) -> list[dict[int, Logprob]] | None:
+    def _show_logprobs(self, first: int) -> None:
         if self._logprobs is None:
-            return None
-        return [
-            logprobs_by_id(token, entry, self._token_text)
-            for token, entry in zip(self._token_ids[first:], self._logprobs[first:], strict=True)
-        ]
+            return
+        for token, entry in zip(self._token_ids[first:], self._logprobs[first:], strict=True):
+            self._entries.append(logprobs_by_id(token, entry, self._token_text))
 
 
 def logprobs_by_id(token: int, entry: TokenLogprobs, token_text: TokenText) -> dict[int, Logprob]:
