@@ -78,6 +78,7 @@ def _split(ids: list[int], cuts: list[int]) -> list[list[int]]:
 @given(ids=IDS, stops=STOPS, cuts=CUTS, include_stop=st.booleans(), skip=st.booleans())
 @example(ids=_ids_of(["aab"]), stops=["ab", "b"], cuts=[], include_stop=False, skip=True)
 @example(ids=_ids_of(["abc"]), stops=["b", "abc"], cuts=[1], include_stop=True, skip=True)
+@example(ids=SMALL.encode("a👩")[:-1], stops=["a\ufffd"], cuts=[], include_stop=False, skip=True)
 def test_any_split_gives_the_text_up_to_the_first_stop(
     ids: list[int], stops: list[str], cuts: list[int], include_stop: bool, skip: bool
 ) -> None:

@@ -86,6 +86,23 @@ def test_user_defined_tokens_are_always_taken_whole(small: Tokenizer) -> None:
     assert small.decode([TOKENS.index("</think>")]) == "</think>"
 
 
+def test_a_special_token_stands_for_its_text_as_it_is_written() -> None:
+    tokens = [*TOKENS, "<Größe>"]
+    changes: dict[str, object] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [*KINDS, 4]}
+    tokenizer = small_tokenizer(changes)
+    assert tokenizer.encode("a<Größe>")[-1] == len(TOKENS)
+    assert tokenizer.decode(tokenizer.encode("a<Größe>")) == "a<Größe>"
+
+
+def test_of_a_merge_that_is_there_twice_the_first_counts() -> None:
+    changes: dict[str, object] = {
+        "tokenizer.ggml.tokens": [*TOKENS, "bc"],
+        "tokenizer.ggml.token_type": [*KINDS, 1],
+        "tokenizer.ggml.merges": ["a b", "b c", "a b"],
+    }
+    assert _texts(small_tokenizer(changes), "abc", [*TOKENS, "bc"]) == ["ab", "c"]
+
+
 def test_of_overlapping_special_tokens_the_longer_is_found_first() -> None:
     tokens = [*TOKENS, "aXb", "bYYYc"]
     tokenizer = small_tokenizer(

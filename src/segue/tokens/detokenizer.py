@@ -33,8 +33,9 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         """Text that may become a stop string."""
-        self._num_returned = 0
+        self._num_released = 0
         self._num_tokens = 0
+        """Tokens pushed; counted only when there are stop strings."""
         self._match: StopMatch | None = None
         self._num_tokens_at_stop: int | None = None
 
@@ -50,49 +51,42 @@ class Detokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that became safe to show; empty after a stop. Raises ParameterError for an unknown id."""
-        if self._match is not None:
-            return ""
         if self._matcher is None:
-            self._num_tokens += len(token_ids)
             return self._utf8.decode(b"".join([self._bytes(i) for i in token_ids]))
-        return "".join([self._advance(self._bytes(token_id), self._matcher) for token_id in token_ids])
+        shown: list[str] = []
+        for token_id in token_ids:
+            if self._match is not None:
+                break
+            self._num_tokens += 1
+            shown.append(self._advance(self._utf8.decode(self._bytes(token_id)), self._matcher))
+        return "".join(shown)
 
     def finish(self) -> str:
         """What was held back; an incomplete character becomes U+FFFD. Nothing may be pushed after it."""
+        if self._match is not None:
+            return ""
         rest = self._utf8.decode(b"", final=True)
         if self._matcher is None:
             return rest
-        shown = self._advance_text(rest, self._matcher)
-        if self._match is not None:
-            return shown
-        held, self._held = self._held, ""
-        return shown + held
+        shown = self._advance(rest, self._matcher)
+        return shown + self._release(len(self._held))
 
     def _bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
 
-    def _advance(self, token: bytes, matcher: StopMatcher) -> str:
-        """One more token."""
-        if self._match is not None:
-            return ""
-        self._num_tokens += 1
-        text = self._utf8.decode(token)
-        return text if self._num_tokens <= self._min_tokens else self._advance_text(text, matcher)
-
-    def _advance_text(self, text: str, matcher: StopMatcher) -> str:
-        if self._match is not None or not text:
-            return ""
+    def _advance(self, text: str, matcher: StopMatcher) -> str:
+        """Takes more text, before any match. Returns what may be shown."""
         self._match = matcher.feed(text)
         self._held += text
         if self._match is None:
             return self._release(len(self._held) - matcher.num_held)
         self._num_tokens_at_stop = self._num_tokens
         end = self._match.end if self._include_stop else self._match.start
-        shown = self._release(end - self._num_returned)
+        shown = self._release(end - self._num_released)
         self._held = ""
         return shown
 
     def _release(self, num_chars: int) -> str:
         shown, self._held = self._held[:num_chars], self._held[num_chars:]
-        self._num_returned += num_chars
+        self._num_released += num_chars
         return shown
