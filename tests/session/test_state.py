@@ -147,6 +147,8 @@ def test_bad_input_changes_nothing(tokenizer: Tokenizer) -> None:
     state, history = open_state(RawTurn(tokenizer), max_model_len=12)
     with pytest.raises(SessionError, match="nothing to answer"):
         state.respond(SamplingParams())
+    with pytest.raises(SessionError, match="no roles"):
+        state.set_role("tool")
     history.carry_out(state.append("one two three"))
     before = (state.text, list(history.ids))
     with pytest.raises(CapacityError, match="max_model_len=12"):
@@ -157,8 +159,6 @@ def test_bad_input_changes_nothing(tokenizer: Tokenizer) -> None:
         state.append("\ud800")
     with pytest.raises(ParameterError, match="one answer"):
         state.respond(SamplingParams(n=2))
-    with pytest.raises(SessionError, match="no roles"):
-        state.set_role("tool")
     assert (state.text, history.ids) == before
     history.carry_out(state.append(" é".encode()[:-1]))
     with pytest.raises(ParameterError, match="within a UTF-8 character"):
