@@ -3,7 +3,8 @@
     python scripts/make_golden_tokens.py MODEL.gguf [--out tests/golden/tokens.json]
 
 Needs llama-cpp-python. Each case has the text, its ids with control tokens taken as text (`plain`) and its ids
-with control tokens parsed (`special`), both without BOS. The test beside the file compares our ids with these.
+with control tokens parsed (`special`), both without BOS; and for short texts the plain ids that the same
+vocabulary gives under other pre-tokenizers, where these differ (`others`). A test compares our ids with them.
 """
 
 import argparse
@@ -269,14 +270,33 @@ CORPUS = [
 ]
 
 
-def cases(model: llama_cpp.Llama) -> Iterator[dict[str, object]]:
+OTHER_PRE_TOKENIZERS = ["dbrx", "default", "gpt-2", "llama-bpe", "qwen2"]
+SHORT = 150
+"""Characters of a text that is tried with the other pre-tokenizers as well."""
+
+
+def cases(path: Path) -> Iterator[dict[str, object]]:
+    model = load(path)
+    others = {name: load(path, name) for name in OTHER_PRE_TOKENIZERS}
     for text in CORPUS:
         encoded = text.encode()
+        plain = model.tokenize(encoded, add_bos=False, special=False)
+        by_name = {
+            name: other.tokenize(encoded, add_bos=False, special=False)
+            for name, other in others.items()
+            if len(text) <= SHORT
+        }
         yield {
             "text": text,
-            "plain": model.tokenize(encoded, add_bos=False, special=False),
+            "plain": plain,
             "special": model.tokenize(encoded, add_bos=False, special=True),
+            "others": {name: ids for name, ids in by_name.items() if ids != plain},
         }
+
+
+def load(path: Path, pre_tokenizer: str | None = None) -> llama_cpp.Llama:
+    overrides = None if pre_tokenizer is None else {"tokenizer.ggml.pre": pre_tokenizer}
+    return llama_cpp.Llama(str(path), vocab_only=True, verbose=False, kv_overrides=overrides)
 
 
 def main() -> None:
@@ -285,13 +305,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tests/golden/tokens.json"))
     arguments = parser.parse_args()
     assert len(set(CORPUS)) == len(CORPUS), "a text is there twice"
-    model = llama_cpp.Llama(str(arguments.model), vocab_only=True, verbose=False)
-    lines = ",\n".join(json.dumps(case, ensure_ascii=True, separators=(",", ":")) for case in cases(model))
-    source = json.dumps(f"llama-cpp-python {llama_cpp.__version__}")
+    lines = ",\n".join(json.dumps(case, separators=(",", ":")) for case in cases(arguments.model))
+    head = {
+        "source": f"llama-cpp-python {llama_cpp.__version__}",
+        "model": arguments.model.name,
+        "other_pre_tokenizers": OTHER_PRE_TOKENIZERS,
+        "short": SHORT,
+    }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(
-        f'{{"source": {source}, "model": {json.dumps(arguments.model.name)}, "cases": [\n{lines}\n]}}\n'
-    )
+    arguments.out.write_text(f'{json.dumps(head)[:-1]}, "cases": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

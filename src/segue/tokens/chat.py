@@ -234,8 +234,10 @@ def _mark(tokenizer: Tokenizer, conversation: _Conversation) -> _Marked:
        from a message and what the template puts beside it;
     2. if the template looks at those (it splits a message at "</think>", say): whole control tokens.
 
-    If it looks at those too, the plain rendering is taken. The last two only if they have the control tokens of the
-    first, so none from a message; else ParameterError.
+    If it looks at those too, the plain rendering is taken. The last two only if they have the control tokens of
+    the first, so none from a message; else ParameterError.
+
+    A template that writes both ends of a control token itself, as in '<|' + role + '|>', means what it gets.
     """
     text = conversation.render()
     control_tokens = tokenizer.special_tokens

@@ -102,8 +102,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             if operator == "*" and sized and isinstance(count, int) and len(factor) * count > MAX_SIZE:
                 raise _TooMuchWork(f"makes a text or list of more than {MAX_SIZE} items")
         if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * (right if operator == "**" else 1)
-            if max(bits, left.bit_length(), right.bit_length()) > MAX_INTEGER_BITS:
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_INTEGER_BITS:
                 raise _TooMuchWork(f"computes with integers of more than {MAX_INTEGER_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
