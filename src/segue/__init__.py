@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from segue.args import EngineArgs
+    from segue.async_llm import AsyncLLM, StreamingInput
     from segue.engine.config import SpeculativeConfig
     from segue.errors import (
         CapacityError,
@@ -34,6 +35,8 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "segue.llm",
+    "AsyncLLM": "segue.async_llm",
+    "StreamingInput": "segue.async_llm",
     "EngineArgs": "segue.args",
     "SamplingParams": "segue.sample.params",
     "SpeculativeConfig": "segue.engine.config",
@@ -56,6 +59,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CapacityError",
     "CompletionOutput",
     "DownloadError",
@@ -70,6 +74,7 @@ __all__ = [
     "SamplingParams",
     "SegueError",
     "SpeculativeConfig",
+    "StreamingInput",
     "TextPrompt",
     "TokensPrompt",
     "UsageError",

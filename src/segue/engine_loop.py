@@ -59,6 +59,35 @@ class Channel:
         self._handler = handler
         self._on_engine_thread = on_engine_thread
 
+    def start(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams | None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        resumable: bool = False,
+        keep: Keep = "computed",
+    ) -> None:
+        """The first command. Raises ParameterError, CapacityError or EngineDead; then nothing was started."""
+        self._check_open()
+        client = self._loop.client
+        ids = check_request(
+            client.config, client.vocab_size, token_ids, params, resumable=resumable, keep=keep
+        )
+        self._loop.open_command(
+            self,
+            lambda: client.add_request(
+                self.request_id,
+                ids,
+                params,
+                priority=priority,
+                cache_salt=cache_salt,
+                resumable=resumable,
+                keep=keep,
+            ),
+        )
+
     def add_chunk(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """More input; without `params` it is only prefilled. Raises ParameterError, CapacityError, EngineDead."""
         self._check_open()
@@ -81,7 +110,7 @@ class Channel:
     ) -> "Channel":
         """Another resumable request that starts with the first `num_tokens` tokens (None: all) of the history."""
         self._check_open()
-        new = self._loop.register(new_request_id, handler, on_engine_thread=on_engine_thread)
+        new = self._loop.register(handler, request_id=new_request_id, on_engine_thread=on_engine_thread)
         self._loop.open_command(
             new, lambda: self._loop.client.fork(self.request_id, new.request_id, num_tokens)
         )
@@ -90,7 +119,8 @@ class Channel:
     def end_input(self) -> None:
         """No more chunks will come: the request finishes when the queued ones are answered."""
         if self.is_open:
-            self._loop.command(self, lambda: self._loop.client.end_input(self.request_id))
+            with contextlib.suppress(EngineDead):  # of which the handler hears
+                self._loop.command(self, lambda: self._loop.client.end_input(self.request_id))
 
     def abort(self) -> None:
         """Drop the request. An ended one is left alone."""
@@ -128,7 +158,7 @@ class EngineLoop:
         """Only `config` and `vocab_size` may be used outside the engine thread."""
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant, for destructors
         self._open: dict[str, Channel] = {}
         """Ids in use, as callers see it; under the lock."""
         self._calls: set[Future[Any]] = set()
@@ -162,23 +192,34 @@ class EngineLoop:
 
         Raises ParameterError, CapacityError or EngineDead; then nothing was started.
         """
-        client = self.client
-        ids = check_request(
-            client.config, client.vocab_size, token_ids, params, resumable=resumable, keep=keep
-        )
-        channel = self.register(request_id, handler, on_engine_thread=on_engine_thread)
-        self.open_command(
-            channel,
-            lambda: client.add_request(
-                channel.request_id,
-                ids,
+        channel = self.register(handler, request_id=request_id, on_engine_thread=on_engine_thread)
+        try:
+            channel.start(
+                token_ids,
                 params,
                 priority=priority,
                 cache_salt=cache_salt,
                 resumable=resumable,
                 keep=keep,
-            ),
-        )
+            )
+        except BaseException:
+            self.release(channel)
+            raise
+        return channel
+
+    def register(
+        self, handler: Handler, *, request_id: str | None = None, on_engine_thread: bool = False
+    ) -> Channel:
+        """A channel whose request is started later. Its id is taken: ParameterError if it was already."""
+        event_loop = asyncio.get_running_loop()
+        with self._lock:
+            self.check_alive()
+            if request_id is None:
+                request_id = next(name for name in map(str, self._numbers) if name not in self._open)
+            elif request_id in self._open:
+                raise ParameterError("request_id", request_id, "is in use by an unfinished request")
+            channel = Channel(self, request_id, handler, event_loop, on_engine_thread=on_engine_thread)
+            self._open[request_id] = channel
         return channel
 
     def call(self, function: Callable[[EngineClient], T]) -> "Future[T]":
@@ -218,19 +259,6 @@ class EngineLoop:
             raise EngineDead(str(self._dead))
 
     # --- for channels -----------------------------------------------------------------------------------------
-
-    def register(self, request_id: str | None, handler: Handler, *, on_engine_thread: bool) -> Channel:
-        """A channel whose id is taken from now on. Raises ParameterError if it is already."""
-        event_loop = asyncio.get_running_loop()
-        with self._lock:
-            self.check_alive()
-            if request_id is None:
-                request_id = next(name for name in map(str, self._numbers) if name not in self._open)
-            elif request_id in self._open:
-                raise ParameterError("request_id", request_id, "is in use by an unfinished request")
-            channel = Channel(self, request_id, handler, event_loop, on_engine_thread=on_engine_thread)
-            self._open[request_id] = channel
-        return channel
 
     def release(self, channel: Channel) -> None:
         """The channel's request has ended: its id may be used again."""
@@ -342,6 +370,7 @@ class EngineLoop:
                 for channel in [each for each in self._routes.values() if each.event_loop is event_loop]:
                     self.release(channel)
                     self._abort(channel)
+                    channel.deliver(EngineDead("the event loop of the request is closed"))
 
     def _stop(self) -> None:
         self._closing = True
