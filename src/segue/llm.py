@@ -7,17 +7,16 @@ with LLM("smollm2") as llm:
 
 import contextlib
 import itertools
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from segue.args import EngineArgs, EngineOptions
 from segue.engine.outputs import FinishReason
 from segue.errors import EngineDead, ParameterError, RequestFailed
+from segue.interrupts import DeferredInterrupt
 from segue.output_processor import OutputProcessor
 from segue.outputs import Delta, Prompt, RequestOutput
 from segue.prompts import EncodedPrompt, encode_prompt
@@ -26,6 +25,7 @@ from segue.tokens import Tokenizer
 
 if TYPE_CHECKING:
     from segue.engine.client import EngineClient
+    from segue.session.blocking import BlockingSession
 
 Message = Mapping[str, object]
 """A chat message: "role" and "content", and what else the model's template knows."""
@@ -117,6 +117,13 @@ class LLM:
         return encode_chat(
             self._tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools
         )
+
+    def session(self, messages: Sequence[Message] | None = None, *, role: str = "user") -> "BlockingSession":
+        """A live session: a conversation that goes on after `messages`, in which `role` speaks; without them, plain
+        text. Input is computed when it is appended."""
+        from segue.session.blocking import open_session
+
+        return open_session(self._engine, self._tokenizer, messages, role, f"session-{next(self._numbers)}")
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -239,7 +246,7 @@ class _Batch:
 
     def step(self) -> list[Delta]:
         """One step of the engine, which Ctrl-C does not cut in two."""
-        with _DeferredInterrupt():
+        with DeferredInterrupt():
             if not self._engine.has_unfinished_requests():
                 raise EngineDead("the engine lost its requests: make a new LLM")
             processed = self._processor.process(self._engine.step())
@@ -261,37 +268,6 @@ class _Batch:
             for engine_id in self._processor.abort(request_id):
                 self._engine.abort_request(engine_id)
         self._outputs = [self._processor.pop(request_id) for request_id in self._request_ids]
-
-
-class _DeferredInterrupt:
-    """Holds SIGINT back while a block runs, then handles it. A second one is handled at once: it means that
-    the block hangs. Does nothing outside the main thread, where signals do not arrive."""
-
-    def __init__(self) -> None:
-        self._caught: tuple[int, FrameType | None] | None = None
-        self._previous: Callable[[int, FrameType | None], object] | None = None
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        previous = signal.getsignal(signal.SIGINT)
-        if callable(previous):
-            self._previous = previous
-            signal.signal(signal.SIGINT, self._catch)
-
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        assert self._previous is not None
-        self._caught = (number, frame)
-        signal.signal(signal.SIGINT, self._previous)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._previous is None:
-            return
-        signal.signal(signal.SIGINT, self._previous)
-        if self._caught is not None:
-            self._previous(*self._caught)
 
 
 def _conversations(
