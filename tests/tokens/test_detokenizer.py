@@ -142,6 +142,15 @@ def test_a_stop_in_the_middle_of_a_token_cuts_the_token() -> None:
     assert detokenizer.num_tokens_at_stop == 1
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "text"), [(0, ""), (1, "ab"), (2, "ababc"), (3, "ababc"), (9, "ababcab")]
+)
+def test_a_stop_string_counts_after_min_tokens(min_tokens: int, text: str) -> None:
+    detokenizer = Detokenizer(SMALL, stop=["ab"], min_tokens=min_tokens)
+    assert detokenizer.push(_ids_of(["ab", "ab", "c", "ab"])) + detokenizer.finish() == text
+    assert detokenizer.stopped == ("ab" if min_tokens < 4 else None)
+
+
 def test_an_unknown_id_is_an_error() -> None:
     with pytest.raises(ParameterError, match="no token id"):
         Detokenizer(SMALL).push([len(TOKENS)])

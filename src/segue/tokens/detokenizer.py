@@ -58,7 +58,7 @@ class Detokenizer:
             if self._match is not None:
                 break
             self._num_tokens += 1
-            shown.append(self._advance(self._utf8.decode(self._bytes(token_id)), self._matcher))
+            shown.append(self._take(self._utf8.decode(self._bytes(token_id)), self._matcher))
         return "".join(shown)
 
     def finish(self) -> str:
@@ -68,14 +68,18 @@ class Detokenizer:
         rest = self._utf8.decode(b"", final=True)
         if self._matcher is None:
             return rest
-        shown = self._advance(rest, self._matcher)
+        shown = self._take(rest, self._matcher)
         return shown + self._release(len(self._held))
 
     def _bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._skipped else self._tokenizer.token_bytes(token_id)
 
-    def _advance(self, text: str, matcher: StopMatcher) -> str:
+    def _take(self, text: str, matcher: StopMatcher) -> str:
         """Takes more text, before any match. Returns what may be shown."""
+        return text if self._num_tokens <= self._min_tokens else self._advance(text, matcher)
+
+    def _advance(self, text: str, matcher: StopMatcher) -> str:
+        """The same, of text in which a stop string counts."""
         self._match = matcher.feed(text)
         self._held += text
         if self._match is None:
