@@ -242,6 +242,11 @@ class AnswerStream(AsyncIterator[T], Generic[T]):
             self._answers.abort()
             raise
 
+    @property
+    def output(self) -> RequestOutput:
+        """The answers to the prompt as far as they are; with streaming input, to the chunk that was answered last."""
+        return self._answers.output()
+
     async def aclose(self) -> None:
         """Aborts the request if it still runs."""
         self._answers.abort()
@@ -293,6 +298,8 @@ class _Answers:
         """Turns that are over and were not read yet."""
         self._last: RequestOutput | None = None
         """Of the turn that was over last."""
+        self._answered: OutputProcessor | None = None
+        """Has the answers of that turn."""
         self._deltas: deque[Delta] = deque()
         """Not read yet, merged."""
         self._error: Exception | None = None
@@ -434,6 +441,7 @@ class _Answers:
 
     def _end_turn(self, *, last: bool) -> None:
         turn = self._turns.popleft()
+        self._answered = turn.processor
         if not self._as_deltas:
             self._last = turn.processor.output(self.request_id)
             self._last.finished = last
@@ -530,6 +538,12 @@ class _Answers:
         output = turn.processor.output(self.request_id)
         output.finished = False
         return output
+
+    def output(self) -> RequestOutput:
+        """The answers of the turn that was over last, else of the first one."""
+        with self._lock:
+            processor = self._answered or self._turns[0].processor
+            return processor.output(self.request_id)
 
     def take_delta(self) -> Delta | None:
         """Under the lock: what waits for the reader."""
