@@ -11,6 +11,7 @@ a call's are made from the signature of the engine's method, so a new method is 
 
 import contextlib
 import inspect
+import math
 import os
 import pickle
 import select
@@ -26,7 +27,7 @@ import traceback
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -64,7 +65,7 @@ LIFE_CHECK_S = 0.2
 """How often a wait looks whether the other process still lives."""
 ANSWER_TIMEOUT_S = 60.0
 """An answer comes after the step that runs."""
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
 MAX_SOCKET_PATH = 100
 """Bytes; the system's limit is 104 or 108."""
 
@@ -373,15 +374,16 @@ class EngineProcess:
             self._die(self._child.kill())
         self._num_sent += 1
 
-    def _receive(self) -> object:
-        """The next message; None when `wake` came first."""
-        while True:
+    def _receive(self, deadline_s: float = math.inf) -> object:
+        """The next message; None when `wake` or the deadline, of the monotonic clock, came first."""
+        while time.monotonic() < deadline_s:
             ready = self._child.poll(LIFE_CHECK_S)
             if ready.message:
                 return _decode_from_child(self._child.socket.recv())
             if ready.woken:
                 return None
             self._check_alive()
+        return None
 
     def _take(self, message: object) -> None:
         match message:
@@ -400,7 +402,7 @@ class EngineProcess:
             if time.monotonic() > deadline_s:
                 self._child.kill()
                 self._die(f"the engine's process did not answer for {ANSWER_TIMEOUT_S:g} s and was ended")
-            self._take(self._receive())
+            self._take(self._receive(deadline_s))
         return self._answers.popleft()
 
     def _check_alive(self) -> None:
@@ -584,7 +586,7 @@ def _serve(pair: "zmq.Socket[bytes]") -> None:
     num_carried_out = 0
     while True:
         outputs: list[EngineOutput] = []
-        for message in _messages(pair, wait=not engine.has_unfinished_requests()):
+        for message in _waiting(pair, at_least_one=not engine.has_unfinished_requests()):
             num_carried_out += 1
             match _carry_out(engine, message):
                 case EngineOutput() as refusal:
@@ -595,12 +597,12 @@ def _serve(pair: "zmq.Socket[bytes]") -> None:
         pair.send(_encode(Progress(outputs, num_carried_out, engine.has_unfinished_requests())))
 
 
-def _messages(pair: "zmq.Socket[bytes]", *, wait: bool) -> Iterator[object]:
-    """All that have come; with `wait`, at least one."""
-    if wait:
-        yield _decode_to_child(pair.recv())
-    while pair.poll(0):
-        yield _decode_to_child(pair.recv())
+def _waiting(pair: "zmq.Socket[bytes]", *, at_least_one: bool) -> list[object]:
+    """The messages that have come. Later ones come after the next step, so that questions cannot hold it up."""
+    messages: list[object] = []
+    while pair.poll(None if at_least_one and not messages else 0):
+        messages.append(_decode_to_child(pair.recv()))
+    return messages
 
 
 def _carry_out(engine: EngineClient, message: object) -> Stats | Metrics | EngineOutput | None:

@@ -1,0 +1,432 @@
+"""The engine in its own process: the same answers and errors, and an end with whichever process ends first."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from segue import (
+    LLM,
+    CapacityError,
+    EngineArgs,
+    EngineDead,
+    ModelFileError,
+    ParameterError,
+    SamplingParams,
+    TokensPrompt,
+)
+from segue.engine import process as process_module
+from segue.engine.client import EngineClient
+from segue.engine.outputs import EngineOutput, FinishReason
+from segue.engine.process import EngineProcess
+
+PARAMS = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
+LONG = msgspec.structs.replace(PARAMS, max_tokens=200, logprobs=None)
+PROMPTS = ["the hen", "an inn in the", "of", "she said on and on and on and on"]
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_scheduling": True},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+}
+
+
+def args(path: Path, **options: Any) -> EngineArgs:
+    return EngineArgs(model=str(path), runtime="reference", max_num_seqs=8, **options)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_path: Path) -> Iterator[EngineProcess]:
+    """For tests that leave it alive."""
+    with contextlib.closing(EngineProcess(args(tiny_path))) as engine:
+        yield engine
+
+
+@pytest.fixture
+def mortal(tiny_path: Path) -> Iterator[EngineProcess]:
+    """For tests that do not."""
+    with contextlib.closing(EngineProcess(args(tiny_path))) as engine:
+        yield engine
+
+
+def drain(engine: EngineClient) -> list[EngineOutput]:
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
+def tokens_of(outputs: list[EngineOutput], request_id: str) -> list[int]:
+    return [token for each in outputs if each.request_id == request_id for token in each.token_ids]
+
+
+def num_busy(engine: EngineClient) -> int:
+    stats = engine.stats
+    return stats.num_running + stats.num_waiting
+
+
+def pid_of(engine: EngineProcess) -> int:
+    return engine._child._process.pid
+
+
+def wait_until_gone(pid: int) -> None:
+    """Fails when a process that is not ours still runs after some seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        # An orphan that has ended stays a zombie where no init collects it.
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        time.sleep(0.02)
+    pytest.fail(f"process {pid} still runs")
+
+
+# --- the same as in this process ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_answers_are_those_of_an_engine_in_this_process(tiny_path: Path, tiny_llm: LLM, mode: str) -> None:
+    params = [
+        PARAMS,
+        msgspec.structs.replace(PARAMS, n=2, temperature=0.7),
+        msgspec.structs.replace(PARAMS, prompt_logprobs=1, logit_bias={5: 3.5}, presence_penalty=0.5),
+        msgspec.structs.replace(PARAMS, temperature=0.0, stop_token_ids=(7, 8), min_tokens=3),
+    ]
+    here = tiny_llm.generate(PROMPTS, params, use_tqdm=False)
+    with LLM(tiny_path, runtime="reference", engine_process=True, **MODES[mode]) as llm:
+        there = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [output.outputs for output in there] == [output.outputs for output in here]
+    assert [output.prompt_logprobs for output in there] == [output.prompt_logprobs for output in here]
+
+
+def test_requests_without_a_seed_get_the_same_one(tiny_path: Path) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    texts = []
+    for engine_process in (False, True):
+        with LLM(tiny_path, runtime="reference", engine_process=engine_process) as llm:
+            with pytest.raises(ParameterError):
+                llm.generate(["", "the"], params, use_tqdm=False)  # takes no number
+            texts.append([o.outputs[0].text for o in llm.generate(PROMPTS, params, use_tqdm=False)])
+    assert texts[0] == texts[1]
+
+
+def test_a_resumable_request_with_truncate_and_fork(engine: EngineProcess, tiny_path: Path) -> None:
+    here = args(tiny_path).build().engine
+    seen = []
+    for client in (here, engine):
+        client.add_request("a", [5, 6, 7], PARAMS, resumable=True, keep="all")
+        outputs = drain(client)
+        client.truncate("a", 9)
+        client.fork("a", "b", 4)
+        for request_id in ("a", "b"):
+            client.add_chunk(request_id, [9, 10], PARAMS)
+            client.end_input(request_id)
+        outputs += drain(client)
+        seen.append({name: tokens_of(outputs, name) for name in ("a", "b")})
+        assert [each.request_id for each in outputs if each.finished] == ["a", "b"]
+    assert seen[0] == seen[1]
+    assert len(seen[0]["a"]) == 24
+    here.close()
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "params", "options"),
+    [
+        ([], PARAMS, {}),
+        ([320], PARAMS, {}),
+        ([-1], PARAMS, {}),
+        ([2**40], PARAMS, {}),
+        (["a"], PARAMS, {}),
+        ([5] * 256, PARAMS, {}),
+        ([5], None, {}),
+        ([5], PARAMS, {"keep": "some"}),
+        ([5], msgspec.structs.replace(PARAMS, logit_bias={400: 1.0}), {}),
+        ([5], msgspec.structs.replace(PARAMS, prompt_logprobs=1), {"resumable": True}),
+    ],
+)
+def test_bad_requests_raise_at_the_call_and_as_the_engine_does(
+    engine: EngineProcess, tiny_path: Path, token_ids: Any, params: Any, options: dict[str, Any]
+) -> None:
+    here = args(tiny_path).build().engine
+    with pytest.raises((ParameterError, CapacityError)) as expected:
+        here.add_request("a", token_ids, params, **options)
+    with pytest.raises(type(expected.value)) as caught:
+        engine.add_request("a", token_ids, params, **options)
+    assert str(caught.value) == str(expected.value)
+    assert not engine.has_unfinished_requests()
+
+
+def test_ids_are_known_here(engine: EngineProcess) -> None:
+    engine.add_request("a", [5], PARAMS, resumable=True)
+    with pytest.raises(ParameterError, match="in use"):
+        engine.add_request("a", [5], PARAMS)
+    with pytest.raises(ParameterError, match="in use"):
+        engine.fork("a", "a")
+    engine.end_input("a")
+    for call in (
+        lambda: engine.add_chunk("a", [5], PARAMS),
+        lambda: engine.truncate("a", 0),
+        lambda: engine.fork("a", "b"),
+        lambda: engine.end_input("a"),
+        lambda: engine.end_input("unknown"),
+    ):
+        with pytest.raises(ParameterError, match="open input"):
+            call()
+    engine.abort_request("unknown")
+    drain(engine)
+    engine.add_request("a", [5], PARAMS)
+    assert len(tokens_of(drain(engine), "a")) == 12
+
+
+def test_a_chunk_that_no_longer_fits_fails_its_request_alone(engine: EngineProcess) -> None:
+    engine.add_request("a", [5] * 200, None, resumable=True)
+    engine.add_request("b", [5], PARAMS)
+    engine.add_chunk("a", [5] * 100, PARAMS)
+    outputs = drain(engine)
+    (failed,) = [each for each in outputs if each.request_id == "a"]
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.finished
+    assert "max_model_len=256" in (failed.error or "")
+    assert len(tokens_of(outputs, "b")) == 12
+    with pytest.raises(ParameterError):
+        engine.add_chunk("a", [5], PARAMS)
+
+
+def test_a_fork_that_cannot_be_fails_the_new_request(engine: EngineProcess) -> None:
+    engine.add_request("a", [5, 6], None, resumable=True)
+    engine.fork("a", "b", 3)
+    (failed,) = drain(engine)
+    assert (failed.request_id, failed.finish_reason) == ("b", FinishReason.ERROR)
+    engine.abort_request("a")
+    drain(engine)
+
+
+def test_an_aborted_request_says_nothing_to_the_next_of_its_name(engine: EngineProcess) -> None:
+    engine.add_request("a", [5, 6, 7], LONG)
+    while not engine.step():
+        pass
+    engine.abort_request("a")
+    engine.add_request("a", [5, 6, 7], PARAMS)
+    outputs = drain(engine)
+    assert len(tokens_of(outputs, "a")) == 12
+    assert all(each.logprobs is not None for each in outputs)
+    stats = engine.stats
+    assert stats.num_free_blocks == stats.num_kv_blocks
+
+
+def test_stats_and_the_prefix_cache(engine: EngineProcess) -> None:
+    engine.reset_prefix_cache()
+    assert engine.stats.num_cached_blocks == 0
+    engine.add_request("a", list(range(3, 40)), PARAMS)
+    assert num_busy(engine) == 1
+    drain(engine)
+    assert engine.stats.num_cached_blocks > 0
+    engine.reset_prefix_cache()
+    assert engine.stats.num_cached_blocks == 0
+
+
+def test_metrics_of_a_request_that_has_ended_there_and_not_here(engine: EngineProcess) -> None:
+    engine.add_request("a", [5, 6, 7], PARAMS)
+    while num_busy(engine):
+        pass
+    assert engine.metrics_of("a").num_computed_tokens == 3 + 11
+    last = drain(engine)[-1]
+    assert last.metrics is not None
+    assert last.metrics.num_computed_tokens == 3 + 11
+    with pytest.raises(ParameterError, match="unfinished"):
+        engine.metrics_of("a")
+
+
+def test_wake_ends_the_wait(engine: EngineProcess) -> None:
+    os.kill(pid_of(engine), signal.SIGSTOP)
+    try:
+        engine.add_request("a", [5], PARAMS)
+        waker = threading.Timer(0.1, engine.wake)
+        waker.start()
+        assert engine.step() == []
+        waker.join()
+    finally:
+        os.kill(pid_of(engine), signal.SIGCONT)
+    assert len(tokens_of(drain(engine), "a")) == 12
+
+
+def test_signals_of_the_terminal_are_for_the_parent(engine: EngineProcess) -> None:
+    os.kill(pid_of(engine), signal.SIGINT)
+    os.kill(pid_of(engine), signal.SIGTERM)
+    engine.add_request("a", [5], PARAMS)
+    assert len(tokens_of(drain(engine), "a")) == 12
+
+
+# --- load -----------------------------------------------------------------------------------------------------
+
+
+def test_load_errors_keep_their_type(tiny_path: Path) -> None:
+    with pytest.raises(CapacityError, match="num_kv_blocks=3"):
+        EngineProcess(args(tiny_path, num_kv_blocks=3))
+    with pytest.raises(ParameterError) as caught:
+        EngineProcess(args(tiny_path, max_model_len=300))
+    assert (caught.value.parameter, caught.value.value) == ("max_model_len", 300)
+    with pytest.raises(ModelFileError, match="no-such-model"):
+        EngineProcess(EngineArgs(model="no-such-model"))
+
+
+def test_a_process_that_cannot_start(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(EngineDead, match="exit code 1"):
+        EngineProcess(args(tiny_path))
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(EngineDead, match="could not be started"):
+        EngineProcess(args(tiny_path))
+
+
+def test_no_file_is_left_even_while_it_runs(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with contextlib.closing(EngineProcess(args(tiny_path))) as engine:
+        assert list(tmp_path.iterdir()) == []
+        engine.add_request("a", [5], PARAMS)
+        assert drain(engine)
+
+
+def test_a_temporary_folder_with_a_long_path(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    EngineProcess(args(tiny_path)).close()
+    assert list(deep.iterdir()) == []
+
+
+# --- the end --------------------------------------------------------------------------------------------------
+
+
+def test_killed_while_a_step_waits(mortal: EngineProcess) -> None:
+    mortal.add_request("a", [5], LONG)
+    os.kill(pid_of(mortal), signal.SIGSTOP)
+    killer = threading.Timer(0.1, os.kill, (pid_of(mortal), signal.SIGKILL))
+    killer.start()
+    with pytest.raises(EngineDead, match="SIGKILL"):
+        while True:
+            mortal.step()
+    killer.join()
+    for call in (
+        lambda: mortal.step(),
+        lambda: mortal.add_request("b", [5], PARAMS),
+        lambda: mortal.end_input("a"),
+        lambda: mortal.reset_prefix_cache(),
+        lambda: mortal.stats,
+        lambda: mortal.metrics_of("a"),
+    ):
+        with pytest.raises((EngineDead, ParameterError), match=r"SIGKILL|open input"):
+            call()
+    mortal.wake()
+    mortal.close()
+    mortal.close()
+
+
+def test_killed_while_idle_is_seen_by_the_next_call(mortal: EngineProcess) -> None:
+    os.kill(pid_of(mortal), signal.SIGKILL)
+    mortal._child._process.wait()
+    with pytest.raises(EngineDead, match="SIGKILL"):
+        mortal.add_request("a", [5], PARAMS)
+
+
+def test_an_error_of_the_engine_itself_is_told(mortal: EngineProcess) -> None:
+    mortal._child.socket.send(b"\xc1")
+    with pytest.raises(EngineDead, match="the engine failed: DecodeError"):
+        while True:
+            mortal.step()
+
+
+def test_no_answer(mortal: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "ANSWER_TIMEOUT_S", 0.2)
+    os.kill(pid_of(mortal), signal.SIGSTOP)
+    with pytest.raises(EngineDead, match="did not answer"):
+        _ = mortal.stats
+
+
+def test_close_ends_it_in_the_middle_of_its_work(mortal: EngineProcess) -> None:
+    mortal.add_request("a", [5], LONG)
+    pid = pid_of(mortal)
+    mortal.close()
+    mortal.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(EngineDead, match="closed"):
+        mortal.step()
+
+
+def test_dropping_it_ends_it(tiny_path: Path) -> None:
+    engine = EngineProcess(args(tiny_path))
+    pid = pid_of(engine)
+    del engine
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+SCRIPT = """
+import os, signal, sys, threading, time
+from segue import LLM, SamplingParams
+
+def main():
+    global llm
+    llm = LLM(sys.argv[1], runtime="reference", engine_process=True)
+
+thread = threading.Thread(target=main)
+thread.start()
+thread.join()
+(output,) = llm.generate("the hen", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+print(len(output.outputs[0].token_ids), llm._engine._child._process.pid, flush=True)
+"""
+
+
+def run_script(more: str, path: Path) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT + more, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_script_without_a_main_guard_from_a_thread_and_never_closed(tiny_path: Path) -> None:
+    with run_script("", tiny_path) as script:
+        out, err = script.communicate(timeout=30)
+    assert (script.returncode, err) == (0, "")
+    number, pid = map(int, out.split())
+    assert number == 3
+    wait_until_gone(pid)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "os.fork() or time.sleep(5) or os._exit(0); os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+    ids=["alone", "a fork of the parent lives on"],
+)
+def test_killed_parent_takes_it_along(tiny_path: Path, end: str) -> None:
+    with run_script(end, tiny_path) as script:
+        assert script.stdout is not None
+        _, pid = map(int, script.stdout.readline().split())
+        script.wait(timeout=30)
+        assert script.returncode == -signal.SIGKILL
+        wait_until_gone(pid)
+        script.kill()
