@@ -3,7 +3,7 @@
 PYTHON ?= python3
 CXX ?= g++
 SEEDS ?= 1000
-QUESTION ?= What is a fugue? Answer in two sentences.
+QUESTION ?= Why is the sky blue?
 
 VENV := .venv
 BIN := $(VENV)/bin

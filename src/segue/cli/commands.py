@@ -75,7 +75,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 app = typer.Typer(
     name="segue",
     help="Runs language models for live sessions. The schedule never changes an answer.",
-    epilog='\b\nStart with:\n  segue pull smollm2\n  segue run smollm2 "What is a fugue?"',
+    epilog='\b\nStart with:\n  segue pull smollm2\n  segue run smollm2 "Why is the sky blue?"',
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -112,7 +112,7 @@ def root(
 
 @app.command(
     epilog="\b\nExamples:\n"
-    '  segue run smollm2 "What is a fugue?"\n'
+    '  segue run smollm2 "Why is the sky blue?"\n'
     '  segue run smollm2 --raw "Once upon a time" -n 2 --temperature 0.8\n'
     "  segue run smollm2 --json --logprobs 3 - < question.txt"
 )
