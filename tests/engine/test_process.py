@@ -24,7 +24,6 @@ from segue import (
     ModelFileError,
     ParameterError,
     SamplingParams,
-    TokensPrompt,
 )
 from segue.engine import process as process_module
 from segue.engine.client import EngineClient
@@ -68,6 +67,11 @@ def drain(engine: EngineClient) -> list[EngineOutput]:
 
 def tokens_of(outputs: list[EngineOutput], request_id: str) -> list[int]:
     return [token for each in outputs if each.request_id == request_id for token in each.token_ids]
+
+
+def step_for_ever(engine: EngineClient) -> None:
+    while True:
+        engine.step()
 
 
 def num_busy(engine: EngineClient) -> int:
@@ -322,8 +326,7 @@ def test_killed_while_a_step_waits(mortal: EngineProcess) -> None:
     killer = threading.Timer(0.1, os.kill, (pid_of(mortal), signal.SIGKILL))
     killer.start()
     with pytest.raises(EngineDead, match="SIGKILL"):
-        while True:
-            mortal.step()
+        step_for_ever(mortal)
     killer.join()
     for call in (
         lambda: mortal.step(),
@@ -350,8 +353,7 @@ def test_killed_while_idle_is_seen_by_the_next_call(mortal: EngineProcess) -> No
 def test_an_error_of_the_engine_itself_is_told(mortal: EngineProcess) -> None:
     mortal._child.socket.send(b"\xc1")
     with pytest.raises(EngineDead, match="the engine failed: DecodeError"):
-        while True:
-            mortal.step()
+        step_for_ever(mortal)
 
 
 def test_no_answer(mortal: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,65 +1,43 @@
 """The engine in a process of its own, so that JSON, tokenising and a busy event loop never hold up a step.
 
-    EngineProcess                     child: `python -m segue.engine.process`
+    EngineProcess                     child.py
       calls, checked here   ──ipc──▶  Engine: the calls, in order, between two steps
       step() → outputs      ◀──ipc──  what each step brought, and how many calls came before it
       pipe, never written   ──────▶   stdin: at its end the parent is gone, and the child ends
 
-Calls go one way: nobody waits for a step, except to ask for `stats` or `metrics_of`. On the wire are msgpack messages;
-a call's are made from the signature of the engine's method, so a new method is one name in `CALLS`.
+Calls go one way: nobody waits for a step, except to ask for `stats` or `metrics_of`.
 """
 
 import contextlib
-import inspect
 import math
 import os
 import pickle
-import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import weakref
-from array import array
 from collections import deque
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 import zmq
 
 import segue
+from segue.engine import wire
 from segue.engine.check import check_chunk, check_request
-from segue.engine.client import EngineClient
-from segue.engine.config import EngineConfig
-from segue.engine.engine import Engine
-from segue.engine.outputs import EngineOutput, EngineStats, FinishReason, RequestMetrics
+from segue.engine.outputs import EngineOutput, EngineStats, RequestMetrics
 from segue.engine.request import Keep
-from segue.errors import EngineDead, ParameterError, SegueError, UsageError
+from segue.errors import EngineDead, ParameterError, SegueError
 from segue.sample.params import SamplingParams
 
 if TYPE_CHECKING:
     from segue.args import EngineArgs
-
-CALLS = (
-    "add_request",
-    "add_chunk",
-    "truncate",
-    "fork",
-    "end_input",
-    "abort_request",
-    "reset_prefix_cache",
-    "metrics_of",
-)
-"""Methods of `Engine` that are called from outside; those that return something are answered."""
 
 LIFE_CHECK_S = 0.2
 """How often a wait looks whether the other process still lives."""
@@ -68,89 +46,6 @@ ANSWER_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 1.0
 MAX_SOCKET_PATH = 100
 """Bytes; the system's limit is 104 or 108."""
-
-
-# --- messages -------------------------------------------------------------------------------------------------
-
-
-class Start(msgspec.Struct, frozen=True, tag=True):
-    """To the child, when it is connected: the fields of `EngineArgs`."""
-
-    args: dict[str, Any]
-
-
-class AskStats(msgspec.Struct, frozen=True, tag=True):
-    """To the child: answered by `EngineStats`."""
-
-
-class Connected(msgspec.Struct, frozen=True, tag=True):
-    """From the child, first: messages will reach it, and the socket's address is not needed any more."""
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """From the child: the model is loaded."""
-
-    config: EngineConfig
-    vocab_size: int
-
-
-class NotLoaded(msgspec.Struct, frozen=True, tag=True):
-    """From the child, which then ends: the model cannot be loaded. A pickled SegueError."""
-
-    error: bytes
-
-
-class Progress(msgspec.Struct, frozen=True, tag=True):
-    """From the child, after each step."""
-
-    outputs: list[EngineOutput]
-    num_carried_out: int
-    """How many messages were carried out before the step."""
-    has_unfinished: bool
-
-
-class Stats(msgspec.Struct, frozen=True, tag=True):
-    """From the child: the answer to `AskStats`."""
-
-    stats: EngineStats
-
-
-class Metrics(msgspec.Struct, frozen=True, tag=True):
-    """From the child: the answer to `metrics_of`; None if the engine does not know the request any more."""
-
-    metrics: RequestMetrics | None
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """From the child, which then ends: the engine failed, and not because of a request."""
-
-    error: str
-
-
-def _call_type(method: str) -> type[msgspec.Struct]:
-    """A struct that is named like the method and has its parameters."""
-    function = getattr(Engine, method)
-    hints = get_type_hints(function)
-    fields = [(name, hints[name]) for name in inspect.signature(function).parameters if name != "self"]
-    return msgspec.defstruct(method, fields, frozen=True, tag=True)
-
-
-def _encode_array(value: object) -> object:
-    if isinstance(value, array):
-        return value.tolist()
-    raise NotImplementedError(type(value))
-
-
-CALL_TYPES = {method: _call_type(method) for method in CALLS}
-
-_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-_decode_to_child = msgspec.msgpack.Decoder(reduce(or_, CALL_TYPES.values(), Start | AskStats)).decode
-_decode_from_child = msgspec.msgpack.Decoder(
-    Connected | Ready | NotLoaded | Progress | Stats | Metrics | Failed
-).decode
-
-
-# --- the parent -----------------------------------------------------------------------------------------------
 
 
 class _Remote(msgspec.Struct, eq=False):
@@ -183,9 +78,9 @@ class EngineProcess:
         self._num_carried_out = 0
         self._has_unfinished = False
         """Whether the child had work left after that step."""
-        self._progress: deque[Progress] = deque()
+        self._progress: deque[wire.Progress] = deque()
         """Received and not yet returned by `step`: until then, nothing of it has happened."""
-        self._answers: deque[Stats | Metrics] = deque()
+        self._answers: deque[wire.Stats | wire.Metrics] = deque()
         try:
             ready = self._load(args)
         except BaseException:
@@ -194,17 +89,17 @@ class EngineProcess:
         self.config = ready.config
         self.vocab_size = ready.vocab_size
 
-    def _load(self, args: "EngineArgs") -> Ready:
+    def _load(self, args: "EngineArgs") -> wire.Ready:
         while True:
             message = self._receive()
             match message:
-                case Connected():
+                case wire.Connected():
                     self._child.remove_files()
-                    self._send(Start(msgspec.to_builtins(args)))
-                case Ready():
+                    self._send(wire.Start(msgspec.to_builtins(args)))
+                case wire.Ready():
                     self._num_sent = 0
                     return message
-                case NotLoaded():
+                case wire.NotLoaded():
                     error = pickle.loads(message.error)
                     assert isinstance(error, SegueError)
                     raise error
@@ -336,9 +231,9 @@ class EngineProcess:
     @property
     def stats(self) -> EngineStats:
         """As `Engine.stats`, after all that was sent. Waits for the step that runs."""
-        self._send(AskStats())
+        self._send(wire.AskStats())
         answer = self._answer()
-        assert isinstance(answer, Stats)
+        assert isinstance(answer, wire.Stats)
         return answer.stats
 
     def metrics_of(self, request_id: str) -> RequestMetrics:
@@ -348,7 +243,7 @@ class EngineProcess:
             raise ParameterError("request_id", request_id, "is no unfinished request")
         self._call("metrics_of", request_id=remote.wire_id)
         answer = self._answer()
-        assert isinstance(answer, Metrics)
+        assert isinstance(answer, wire.Metrics)
         if answer.metrics is not None:
             return answer.metrics
         # It has finished there, and the output that says so has come before this answer.
@@ -364,12 +259,12 @@ class EngineProcess:
     # --- messages ---------------------------------------------------------------------------------------------
 
     def _call(self, method: str, **arguments: object) -> None:
-        self._send(CALL_TYPES[method](**arguments))
+        self._send(wire.CALL_TYPES[method](**arguments))
 
     def _send(self, message: msgspec.Struct) -> None:
         self._check_alive()
         try:
-            self._child.socket.send(_encode(message), zmq.NOBLOCK)
+            self._child.socket.send(wire.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # there is no queue limit, so nobody is connected any more
             self._die(self._child.kill())
         self._num_sent += 1
@@ -379,7 +274,7 @@ class EngineProcess:
         while time.monotonic() < deadline_s:
             ready = self._child.poll(LIFE_CHECK_S)
             if ready.message:
-                return _decode_from_child(self._child.socket.recv())
+                return wire.decode_from_child(self._child.socket.recv())
             if ready.woken:
                 return None
             self._check_alive()
@@ -387,16 +282,16 @@ class EngineProcess:
 
     def _take(self, message: object) -> None:
         match message:
-            case Progress():
+            case wire.Progress():
                 self._progress.append(message)
-            case Stats() | Metrics():
+            case wire.Stats() | wire.Metrics():
                 self._answers.append(message)
-            case Failed():
+            case wire.Failed():
                 self._die(message.error)
             case _:
                 assert message is None, message
 
-    def _answer(self) -> Stats | Metrics:
+    def _answer(self) -> wire.Stats | wire.Metrics:
         deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
         while not self._answers:
             if time.monotonic() > deadline_s:
@@ -413,7 +308,7 @@ class EngineProcess:
             return
         # What it sent before it ended may say why.
         while self._child.poll(LIFE_CHECK_S).message:
-            self._take(_decode_from_child(self._child.socket.recv()))
+            self._take(wire.decode_from_child(self._child.socket.recv()))
         self._die(end)
 
     def _die(self, why: str) -> NoReturn:
@@ -438,7 +333,7 @@ class _Child:
                 undo.callback(self.remove_files)
                 self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
                 undo.callback(self._context.destroy, linger=0)
-                self.socket = _pair(self._context)
+                self.socket = wire.pair_socket(self._context)
                 address = f"ipc://{self._directory / 'engine'}"
                 self.socket.bind(address)
                 self._woken, self._waker = socket.socketpair()
@@ -512,14 +407,6 @@ def _private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="segue-", dir="/tmp"))
 
 
-def _pair(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
-    """A socket without limits on what is queued: neither process waits for the other to read."""
-    pair = context.socket(zmq.PAIR)
-    pair.linger = 0
-    pair.sndhwm = pair.rcvhwm = 0
-    return pair
-
-
 def _spawn(address: str) -> "subprocess.Popen[bytes]":
     package = str(Path(segue.__file__).parents[1])
     search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
@@ -528,103 +415,10 @@ def _spawn(address: str) -> "subprocess.Popen[bytes]":
     try:
         return subprocess.Popen(
             # -P: what lies in the working directory must not be imported.
-            [sys.executable, "-P", "-m", "segue.engine.process", address, str(os.getpid())],
+            [sys.executable, "-P", "-m", "segue.engine.child", address, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": search_path},
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-
-
-# --- the child ------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """The child's program: the socket's address and the parent's process id are its arguments."""
-    address, parent_pid = sys.argv[1], int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM):  # they mean the parent, which decides
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    pair = _pair(context)
-    pair.connect(address)
-    try:
-        _serve(pair)
-    except Exception as error:
-        traceback.print_exc()
-        text = f"the engine failed: {type(error).__name__}: {error}".splitlines()[0]
-        pair.send(_encode(Failed(text)))
-        sys.exit(1)
-    finally:
-        context.destroy(linger=1000)
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    # Not PR_SET_PDEATHSIG: that signal comes when the *thread* ends which started this process. stdin ends with the
-    # parent, unless a fork of it holds the other end; the parent's id then still tells.
-    while os.getppid() == parent_pid:
-        readable, _, _ = select.select([0], [], [], 1.0)
-        if readable and not os.read(0, 1):
-            break
-    os._exit(0)
-
-
-def _serve(pair: "zmq.Socket[bytes]") -> None:
-    """Loads the model, then carries out calls and steps until the process is ended."""
-    from segue.args import EngineArgs
-
-    pair.send(_encode(Connected()))
-    start = _decode_to_child(pair.recv())
-    assert isinstance(start, Start)
-    try:
-        engine = EngineArgs(**start.args).build().engine
-    except SegueError as error:
-        pair.send(_encode(NotLoaded(pickle.dumps(error))))
-        return
-    pair.send(_encode(Ready(engine.config, engine.vocab_size)))
-    num_carried_out = 0
-    while True:
-        outputs: list[EngineOutput] = []
-        for message in _waiting(pair, at_least_one=not engine.has_unfinished_requests()):
-            num_carried_out += 1
-            match _carry_out(engine, message):
-                case EngineOutput() as refusal:
-                    outputs.append(refusal)
-                case Stats() | Metrics() as answer:
-                    pair.send(_encode(answer))
-        outputs += engine.step()
-        pair.send(_encode(Progress(outputs, num_carried_out, engine.has_unfinished_requests())))
-
-
-def _waiting(pair: "zmq.Socket[bytes]", *, at_least_one: bool) -> list[object]:
-    """The messages that have come. Later ones come after the next step, so that questions cannot hold it up."""
-    messages: list[object] = []
-    while pair.poll(None if at_least_one and not messages else 0):
-        messages.append(_decode_to_child(pair.recv()))
-    return messages
-
-
-def _carry_out(engine: EngineClient, message: object) -> Stats | Metrics | EngineOutput | None:
-    if isinstance(message, AskStats):
-        return Stats(engine.stats)
-    assert isinstance(message, msgspec.Struct)
-    method = type(message).__name__
-    arguments = {name: getattr(message, name) for name in message.__struct_fields__}
-    try:
-        result = getattr(engine, method)(**arguments)
-    except UsageError as error:
-        if method == "metrics_of":
-            return Metrics(None)
-        # The parent has checked what it can, so it does not fit, or the request has just ended. Nobody waits for an
-        # answer: the request fails, or it is not known any more and the output goes nowhere.
-        request_id = arguments.get("new_request_id", arguments["request_id"])
-        engine.abort_request(request_id)
-        return EngineOutput(
-            request_id=request_id, finish_reason=FinishReason.ERROR, finished=True, error=str(error)
-        )
-    return Metrics(result) if method == "metrics_of" else None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,107 @@
+"""The program of an `EngineProcess`'s child: an engine that is told what to do by messages."""
+
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import traceback
+
+import msgspec
+import zmq
+
+from segue.engine import wire
+from segue.engine.client import EngineClient
+from segue.engine.outputs import EngineOutput, FinishReason
+from segue.errors import SegueError, UsageError
+
+
+def main() -> None:
+    """The program: the socket's address and the parent's process id are its arguments."""
+    address, parent_pid = sys.argv[1], int(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM):  # they mean the parent, which decides
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pair = wire.pair_socket(context)
+    pair.connect(address)
+    try:
+        _serve(pair)
+    except Exception as error:
+        traceback.print_exc()
+        text = f"the engine failed: {type(error).__name__}: {error}".splitlines()[0]
+        pair.send(wire.encode(wire.Failed(text)))
+        sys.exit(1)
+    finally:
+        context.destroy(linger=1000)
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    # Not PR_SET_PDEATHSIG: that signal comes when the *thread* ends which started this process. stdin ends with the
+    # parent, unless a fork of it holds the other end; the parent's id then still tells.
+    while os.getppid() == parent_pid:
+        readable, _, _ = select.select([0], [], [], 1.0)
+        if readable and not os.read(0, 1):
+            break
+    os._exit(0)
+
+
+def _serve(pair: "zmq.Socket[bytes]") -> None:
+    """Loads the model, then carries out calls and steps until the process is ended."""
+    from segue.args import EngineArgs
+
+    pair.send(wire.encode(wire.Connected()))
+    start = wire.decode_to_child(pair.recv())
+    assert isinstance(start, wire.Start)
+    try:
+        engine = EngineArgs(**start.args).build().engine
+    except SegueError as error:
+        pair.send(wire.encode(wire.NotLoaded(pickle.dumps(error))))
+        return
+    pair.send(wire.encode(wire.Ready(engine.config, engine.vocab_size)))
+    num_carried_out = 0
+    while True:
+        outputs: list[EngineOutput] = []
+        for message in _waiting(pair, at_least_one=not engine.has_unfinished_requests()):
+            num_carried_out += 1
+            match _carry_out(engine, message):
+                case EngineOutput() as refusal:
+                    outputs.append(refusal)
+                case wire.Stats() | wire.Metrics() as answer:
+                    pair.send(wire.encode(answer))
+        outputs += engine.step()
+        pair.send(wire.encode(wire.Progress(outputs, num_carried_out, engine.has_unfinished_requests())))
+
+
+def _waiting(pair: "zmq.Socket[bytes]", *, at_least_one: bool) -> list[object]:
+    """The messages that have come. Later ones come after the next step, so that questions cannot hold it up."""
+    messages: list[object] = []
+    while pair.poll(None if at_least_one and not messages else 0):
+        messages.append(wire.decode_to_child(pair.recv()))
+    return messages
+
+
+def _carry_out(engine: EngineClient, message: object) -> wire.Stats | wire.Metrics | EngineOutput | None:
+    if isinstance(message, wire.AskStats):
+        return wire.Stats(engine.stats)
+    assert isinstance(message, msgspec.Struct)
+    method = type(message).__name__
+    arguments = {name: getattr(message, name) for name in message.__struct_fields__}
+    try:
+        result = getattr(engine, method)(**arguments)
+    except UsageError as error:
+        if method == "metrics_of":
+            return wire.Metrics(None)
+        # The parent has checked what it can, so it does not fit, or the request has just ended. Nobody waits for an
+        # answer: the request fails, or it is not known any more and the output goes nowhere.
+        request_id = arguments.get("new_request_id", arguments["request_id"])
+        engine.abort_request(request_id)
+        return EngineOutput(
+            request_id=request_id, finish_reason=FinishReason.ERROR, finished=True, error=str(error)
+        )
+    return wire.Metrics(result) if method == "metrics_of" else None
+
+
+if __name__ == "__main__":
+    main()

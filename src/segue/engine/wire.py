@@ -1,0 +1,114 @@
+"""The messages between an `EngineProcess` and its child, as msgpack.
+
+A call's message has the name and the parameters of the engine's method, so a new method is one name in `CALLS`.
+"""
+
+import inspect
+from array import array
+from functools import reduce
+from operator import or_
+from typing import Any, get_type_hints
+
+import msgspec
+import zmq
+
+from segue.engine.config import EngineConfig
+from segue.engine.engine import Engine
+from segue.engine.outputs import EngineOutput, EngineStats, RequestMetrics
+
+CALLS = (
+    "add_request",
+    "add_chunk",
+    "truncate",
+    "fork",
+    "end_input",
+    "abort_request",
+    "reset_prefix_cache",
+    "metrics_of",
+)
+"""Methods of `Engine` that are called from outside; those that return something are answered."""
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """To the child, when it is connected: the fields of `EngineArgs`."""
+
+    args: dict[str, Any]
+
+
+class AskStats(msgspec.Struct, frozen=True, tag=True):
+    """To the child: answered by `EngineStats`."""
+
+
+class Connected(msgspec.Struct, frozen=True, tag=True):
+    """From the child, first: messages will reach it, and the socket's address is not needed any more."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """From the child: the model is loaded."""
+
+    config: EngineConfig
+    vocab_size: int
+
+
+class NotLoaded(msgspec.Struct, frozen=True, tag=True):
+    """From the child, which then ends: the model cannot be loaded. A pickled SegueError."""
+
+    error: bytes
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """From the child, after each step."""
+
+    outputs: list[EngineOutput]
+    num_carried_out: int
+    """How many messages were carried out before the step."""
+    has_unfinished: bool
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """From the child: the answer to `AskStats`."""
+
+    stats: EngineStats
+
+
+class Metrics(msgspec.Struct, frozen=True, tag=True):
+    """From the child: the answer to `metrics_of`; None if the engine does not know the request any more."""
+
+    metrics: RequestMetrics | None
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """From the child, which then ends: the engine failed, and not because of a request."""
+
+    error: str
+
+
+def _call_type(method: str) -> type[msgspec.Struct]:
+    """A struct that is named like the method and has its parameters."""
+    function = getattr(Engine, method)
+    hints = get_type_hints(function)
+    fields = [(name, hints[name]) for name in inspect.signature(function).parameters if name != "self"]
+    return msgspec.defstruct(method, fields, frozen=True, tag=True)
+
+
+def _encode_array(value: object) -> object:
+    if isinstance(value, array):
+        return value.tolist()
+    raise NotImplementedError(type(value))
+
+
+CALL_TYPES = {method: _call_type(method) for method in CALLS}
+
+encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+decode_to_child = msgspec.msgpack.Decoder(reduce(or_, CALL_TYPES.values(), Start | AskStats)).decode
+decode_from_child = msgspec.msgpack.Decoder(
+    Connected | Ready | NotLoaded | Progress | Stats | Metrics | Failed
+).decode
+
+
+def pair_socket(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
+    """A socket without limits on what is queued: neither process waits for the other to read."""
+    pair = context.socket(zmq.PAIR)
+    pair.linger = 0
+    pair.sndhwm = pair.rcvhwm = 0
+    return pair
