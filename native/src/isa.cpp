@@ -1,5 +1,9 @@
 #include "isa.hpp"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <vector>
 
 #include "common.hpp"
@@ -13,6 +17,15 @@ struct Isa {
     const KernelTable& (*table)();
 };
 
+#if defined(__x86_64__)
+// Which compilers can ask for by name only lately.
+bool has_amx_int8() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d & kTile) != 0 && (d & kInt8) != 0;
+}
+#endif
+
 // Best first.
 std::vector<Isa> known_isas() {
 #if defined(__x86_64__)
@@ -21,7 +34,10 @@ std::vector<Isa> known_isas() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512vnni");
-    return {{"avx512", avx512, avx512_kernels}, {"avx2", avx2, avx2_kernels}, {"portable", true, portable_kernels}};
+    return {{"avx512_amx", avx512 && has_amx_int8() && request_amx(), avx512_amx_kernels},
+            {"avx512", avx512, avx512_kernels},
+            {"avx2", avx2, avx2_kernels},
+            {"portable", true, portable_kernels}};
 #else
     return {{"portable", true, portable_kernels}};
 #endif
