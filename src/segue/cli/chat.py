@@ -29,6 +29,8 @@ def chat(args: EngineArgs, params: SamplingParams, *, system: str | None) -> Non
         while True:
             try:
                 line = _read_line("> " if interactive else "")
+                if line is None and interactive:
+                    print(file=sys.stderr)
                 if line is None or not conversation.take(line):
                     return
             except KeyboardInterrupt:
