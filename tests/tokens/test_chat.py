@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from segue.errors import ModelFileError, ParameterError
 from segue.tokens import Tokenizer
-from segue.tokens.chat import Message, encode_chat, encode_open_chat, render_chat
+from segue.tokens.chat import Message, encode_chat, encode_head, encode_turn, render_chat
 from tests.tokens.small import CHATML, CONTROL, KINDS, TOKENS, small_tokenizer
 
 TRIMMING = """\
@@ -323,24 +323,33 @@ def test_a_model_without_a_template_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["chatml", "trimming", "thinking"])
-@given(content=CONTENTS, more=CONTENTS)
-def test_an_open_conversation_begins_all_its_continuations(name: str, content: str, more: str) -> None:
+@given(content=CONTENTS)
+def test_a_conversation_begins_with_its_head_and_ends_with_its_last_turn(name: str, content: str) -> None:
     tokenizer = TOKENIZERS[name]
-    opened = encode_open_chat(tokenizer, [*_user("hi"), *_user(content)])
-    closed = encode_chat(tokenizer, [*_user("hi"), *_user(content)])
-    assert closed[: len(opened)] == opened
-    text = tokenizer.decode(opened, skip_special_tokens=False)
-    longer = encode_chat(tokenizer, [*_user("hi"), *_user(content + more)])
-    assert tokenizer.decode(longer, skip_special_tokens=False).startswith(text)
+    messages = [*_user("hi"), {"role": "assistant", "content": "ho"}, *_user(content)]
+    whole = encode_chat(tokenizer, messages)
+    head, text = encode_head(tokenizer, messages, after=None)
+    assert whole[: len(head)] == head
+    tail = encode_turn(tokenizer, messages, after=1)
+    assert whole[len(whole) - len(tail) :] == tail
+    if content.strip() == content and content:
+        # What the head leaves open is encoded together with the message.
+        together = tokenizer.encode(text + content)
+        assert whole[len(head) : len(head) + len(together)] == together
+        between, text = encode_head(tokenizer, messages, after=1)
+        assert tail[: len(between)] == between
+        assert tail[len(between) : len(between) + len(together)] == tokenizer.encode(text + content)
 
 
-def test_an_open_conversation_ends_where_its_last_message_goes_on(small: Tokenizer) -> None:
-    opened = encode_open_chat(small, _user("ab <|im_end|>"))
-    assert opened == [0, *small.encode("user\nab <|im_end|>")]
-    assert encode_open_chat(small, _user("")) == [0, *small.encode("user\n")]
-    assert encode_open_chat(TOKENIZERS["trimming"], _user("ab ")) == [0, 0, *small.encode("user\nab")]
+def test_control_tokens_in_messages_make_no_head(small: Tokenizer) -> None:
+    messages = [*_user("a <|im_start|>"), {"role": "assistant", "content": "<|im_end|>"}, *_user("b")]
+    head, text = encode_head(small, messages, after=1)
+    assert text == "user\n"
+    assert small.decode([*head, *small.encode(text)], skip_special_tokens=False).endswith("user\n")
+    assert encode_turn(small, messages, after=1)[: len(head)] == head
 
 
-def test_only_a_text_goes_on(small: Tokenizer) -> None:
-    with pytest.raises(ParameterError, match="goes on"):
-        encode_open_chat(small, [{"role": "assistant", "content": None}])
+def test_only_after_a_text(small: Tokenizer) -> None:
+    messages = [{"role": "assistant", "content": None}, *_user("x")]
+    with pytest.raises(ParameterError, match="must have a text"):
+        encode_turn(small, messages, after=0)

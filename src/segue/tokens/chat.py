@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import islice, takewhile
+from itertools import islice
 
 from segue.errors import ModelFileError, ParameterError
 from segue.tokens.template import TemplateRefusal, render_template
@@ -57,34 +57,6 @@ def encode_chat(
     """
     conversation = _conversation(tokenizer, messages, add_generation_prompt, tools, variables, now)
     return _encode(tokenizer, _mark(tokenizer, conversation))
-
-
-def encode_open_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Mapping[str, object]] | None = None,
-    now: datetime | None = None,
-    **variables: object,
-) -> list[int]:
-    """The token ids of a conversation whose last message, a text, is still arriving, up to where it goes on.
-
-    They are the beginning of this conversation's ids if the message ends here, and of its continuations', but
-    for the last few, which more text may cut into other tokens. Errors are those of `encode_chat`.
-    """
-    closed = _conversation(tokenizer, messages, False, tools, variables, now)
-    content = closed.messages[-1].get("content") if closed.messages else None
-    if not isinstance(content, str):
-        raise ParameterError(
-            "messages", _roles(closed.messages), "the last one must have a text that goes on"
-        )
-    (end,) = _unused_characters(1, [closed.template, *_strings(closed.given)])
-    opened = replace(
-        closed, messages=[*closed.messages[:-1], {**closed.messages[-1], "content": content + end}]
-    )
-    marked = _mark(tokenizer, opened)
-    so_far = replace(marked, text=marked.text.partition(end)[0])
-    return _common_prefix(_encode(tokenizer, so_far), _encode(tokenizer, _mark(tokenizer, closed)))
 
 
 def encode_turn(
@@ -388,11 +360,6 @@ def _unused_characters(number: int, texts: Sequence[str]) -> list[str]:
     used = set().union(*texts)
     free = (chr(point) for point in _PRIVATE_USE if chr(point) not in used)
     return list(islice(free, number))
-
-
-def _common_prefix(ids: Sequence[int], others: Sequence[int]) -> list[int]:
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False))
-    return [pair[0] for pair in same]
 
 
 def _roles(messages: Sequence[Mapping[str, object]]) -> list[str]:
