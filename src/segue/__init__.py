@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         ParameterError,
         RequestFailed,
         SegueError,
+        SessionClosed,
+        SessionError,
         UsageError,
     )
     from segue.llm import LLM
@@ -54,6 +56,8 @@ _HOME = {
     "RequestFailed": "segue.errors",
     "DownloadError": "segue.errors",
     "EngineDead": "segue.errors",
+    "SessionClosed": "segue.errors",
+    "SessionError": "segue.errors",
 }
 """The module that each public name lives in."""
 
@@ -73,6 +77,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SegueError",
+    "SessionClosed",
+    "SessionError",
     "SpeculativeConfig",
     "StreamingInput",
     "TextPrompt",

@@ -42,6 +42,7 @@ from segue.output_processor import OutputProcessor
 from segue.outputs import Delta, Prompt, RequestOutput
 from segue.prompts import EncodedPrompt, checked_ids, encode_prompt
 from segue.sample.params import SamplingParams
+from segue.session.live import Session, SessionManager
 from segue.tokens import Tokenizer
 
 T = TypeVar("T")
@@ -63,8 +64,19 @@ class AsyncLLM:
     ModelFileError, ParameterError or CapacityError.
     """
 
-    def __init__(self, model: str | Path | EngineArgs, **options: Unpack[EngineOptions]) -> None:
-        """`model` is an alias such as "smollm2", the path of a GGUF file, or all arguments together."""
+    def __init__(
+        self,
+        model: str | Path | EngineArgs,
+        *,
+        max_sessions: int | None = None,
+        session_timeout_s: float | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        """`model` is an alias such as "smollm2", the path of a GGUF file, or all arguments together.
+
+        `max_sessions` live sessions may be open at once (None: any number); one that gets no input for
+        `session_timeout_s` is closed (None: never).
+        """
         if isinstance(model, EngineArgs):
             assert not options, "EngineArgs has all the options"
             args = model
@@ -75,6 +87,9 @@ class AsyncLLM:
         self.engine_loop = EngineLoop(loaded.engine)
         """For what works on token ids; see `Channel`."""
         self._tokenizer = loaded.tokenizer
+        self.sessions = SessionManager(
+            self.engine_loop, loaded.tokenizer, max_sessions=max_sessions, timeout_s=session_timeout_s
+        )
         self._lock = threading.Lock()
         self._answers: dict[str, _Answers] = {}
         """By the caller's request id, until they have ended; under the lock."""
@@ -133,6 +148,21 @@ class AsyncLLM:
         token_ids = self.encode_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         prompt = EncodedPrompt(text=None, token_ids=token_ids)
         return self.generate(prompt, sampling_params, request_id, priority=priority)
+
+    def session(
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        role: str = "user",
+        session_id: str | None = None,
+    ) -> Session:
+        """A live session: a conversation that goes on after `messages`, in which `role` speaks; without them, plain
+        text. Input is computed while it arrives.
+
+        To be called and used on a running event loop. Raises CapacityError when there are `max_sessions`,
+        ParameterError for messages that the model's chat template does not take.
+        """
+        return self.sessions.open(messages, role=role, session_id=session_id)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests where they are; their streams end with `FinishReason.ABORT`. Unknown ones are ignored."""

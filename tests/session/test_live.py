@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from segue.args import EngineArgs, EngineOptions
+from segue.async_llm import AsyncLLM
 from segue.engine.outputs import EngineStats
 from segue.engine_loop import EngineLoop
 from segue.errors import CapacityError, SessionClosed, SessionError
@@ -39,6 +40,24 @@ async def sessions(
         assert state.num_free_blocks == state.num_kv_blocks
     finally:
         loop.close()
+
+
+def test_async_llm_has_sessions(smollm2_path: Path) -> None:
+    async def run() -> None:
+        async with AsyncLLM(smollm2_path, max_model_len=256, max_sessions=1) as llm:
+            async with llm.session(
+                [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+            ) as one:
+                with pytest.raises(CapacityError):
+                    llm.session()
+                one.append("What is your name?")
+                text = await one.respond(GREEDY).text()
+            outputs = [
+                output async for output in llm.generate({"prompt_token_ids": one.token_ids[:-6]}, GREEDY)
+            ]
+            assert outputs[-1].outputs[0].text == text
+
+    asyncio.run(run())
 
 
 async def stats(manager: SessionManager) -> EngineStats:

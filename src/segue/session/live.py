@@ -314,6 +314,10 @@ class SessionManager:
     ) -> None:
         self.loop = loop
         self.tokenizer = tokenizer
+        if max_sessions is not None and max_sessions < 1:
+            raise ParameterError("max_sessions", max_sessions, "must be at least 1")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ParameterError("session_timeout_s", timeout_s, "must be more than 0")
         self._max_sessions = max_sessions
         self._timeout_s = timeout_s
         self._sessions: dict[str, Session] = {}
