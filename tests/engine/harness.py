@@ -32,6 +32,16 @@ class ScriptedModel(OracleModel):
         return self.script[position]
 
 
+@dataclass(frozen=True)
+class LowIdModel(OracleModel):
+    """Draws from the lower half of its ids, so that those of the upper half come from prompts."""
+
+    vocab_size: int = 64
+
+    def draw(self, prefix: int, last: int, sampling: Sampling, position: int, history: Sequence[int]) -> int:
+        return super().draw(prefix, last, sampling, position, history) % (self.vocab_size // 2)
+
+
 class ScriptedDrafter:
     """Proposes what the script has for the next positions."""
 

@@ -14,8 +14,16 @@ from segue.engine.request import Chunk, Request, State
 from segue.engine.timeline import Timeline
 from segue.runtime.contract import SeqResult, StepPlan, StepResult
 from segue.sample.params import SamplingParams
-from tests.engine.harness import EOS, Harness, ScriptedDrafter, ScriptedModel, draft_model, greedy, ngram
-from tests.sim.oracle import OracleModel
+from tests.engine.harness import (
+    EOS,
+    Harness,
+    LowIdModel,
+    ScriptedDrafter,
+    ScriptedModel,
+    draft_model,
+    greedy,
+    ngram,
+)
 
 DEPTHS = (1, 2, 3)
 
@@ -243,11 +251,11 @@ def test_a_prompt_is_not_admitted_to_be_preempted_by_its_own_drafts(depth: int) 
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("decode_len", [20, 60], ids=["decodes_in_one_block", "decodes_grow"])
+@pytest.mark.parametrize("decode_len", [20, 30, 36, 54])
 def test_no_prefill_token_is_computed_twice(depth: int, decode_len: int) -> None:
     """Prompts of 125 and 128 tokens in chunks, beside two decodes that speculate, in a pool of 7 blocks."""
     harness = Harness(
-        model=OracleModel(vocab_size=64),
+        model=LowIdModel(),
         block_size=64,
         num_kv_blocks=7,
         max_model_len=192,

@@ -27,9 +27,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Let k follow the measured acceptance, down to none; False: always k."""
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(SpeculativeMethod):
-            known = ", ".join(get_args(SpeculativeMethod))
-            raise ParameterError("speculative_config.method", self.method, f"unknown; known are {known}")
+        _check_method(self.method)
         _positive("speculative_config.num_speculative_tokens", self.num_speculative_tokens)
         match self.method:
             case "ngram":
@@ -49,8 +47,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @classmethod
     def of(cls, config: "SpeculativeConfig | Mapping[str, object] | None") -> "SpeculativeConfig | None":
         """The config of a dict with these keys. Raises ParameterError for an unknown key or a wrong type."""
-        if config is None or isinstance(config, cls):
+        if config is None or isinstance(config, SpeculativeConfig):
             return config
+        _check_method(config.get("method"))
         try:
             return msgspec.convert(config, cls)
         except msgspec.ValidationError as error:
@@ -118,6 +117,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def has_draft_model(self) -> bool:
         return self.speculative is not None and self.speculative.method == "draft_model"
+
+
+def _check_method(method: object) -> None:
+    if method not in get_args(SpeculativeMethod):
+        known = ", ".join(get_args(SpeculativeMethod))
+        raise ParameterError("speculative_config.method", method, f"unknown; known are {known}")
 
 
 def _positive(name: str, value: object) -> None:
