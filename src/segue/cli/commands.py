@@ -11,7 +11,9 @@ import typer
 
 from segue.args import KVCacheDtype, RuntimeName
 from segue.cli.main import EXIT_INTERRUPTED
+from segue.engine.config import SchedulingPolicy
 from segue.errors import UsageError
+from segue.server.options import LogLevel, ToolFormat
 
 Action = Callable[[], None]
 
@@ -280,6 +282,44 @@ def bench(
     return partial(command.bench, args, workload, repeat=repeat, as_json=as_json)
 
 
+@app.command(epilog="Example:  segue verify smollm2 --quick")
+def verify(
+    model: Model,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Each mode alone and all together, no pairs.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Pairs, with longer prompts and answers.")] = False,
+    modes: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", show_default="all", help="Only these modes.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(metavar="MODEL", show_default="the model", help="What drafts.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the draws, and of where texts are cut.")] = 0,
+    kv_cache_dtype: KVDtype = "auto",
+    runtime: Runtime = "native",
+    as_json: AsJson = False,
+) -> Action:
+    """Prove that no schedule changes an answer: compare every pair of modes with the plain run, bit for bit."""
+    from segue.cli import verify as command
+
+    if quick and full:
+        raise UsageError("--quick and --full: choose one of them")
+    effort = command.Effort.QUICK if quick else command.Effort.FULL if full else command.Effort.PAIRS
+    names = [name.strip() for name in (modes or "").split(",") if name.strip()]
+    return partial(
+        command.verify,
+        model,
+        effort,
+        names,
+        draft=draft,
+        seed=seed,
+        runtime=runtime,
+        kv_cache_dtype=kv_cache_dtype,
+        as_json=as_json,
+    )
+
+
 @app.command(epilog="Example:  segue pull smollm2")
 def pull(
     alias: Annotated[str, typer.Argument(metavar="ALIAS", show_default=False, help='For example "smollm2".')],
@@ -288,3 +328,108 @@ def pull(
     from segue.cli import pull as command
 
     return partial(command.pull, alias)
+
+
+@app.command(
+    epilog='\b\nExamples:\n  segue serve smollm2\n  segue serve smollm2 --port 9000 --api-key "$KEY"'
+)
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="The address to listen at; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes any free one.")] = 8000,
+    uds: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", show_default=False, help="A Unix socket, in place of host and port."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="SEGUE_API_KEY", show_default=False, help="What clients must know. May be repeated."
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", show_default="MODEL", help="Its name for clients. May be repeated."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            show_default=False,
+            help="Pages that may use the server; *: all. May be repeated.",
+        ),
+    ] = None,
+    max_request_bytes: Annotated[int, typer.Option(help="The largest request.")] = 16 << 20,
+    ssl_keyfile: Annotated[
+        str | None, typer.Option(metavar="PATH", show_default=False, help="For TLS, as PEM.")
+    ] = None,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(metavar="PATH", show_default=False, help="For TLS, as PEM.")
+    ] = None,
+    shutdown_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long open requests may go on after SIGTERM.")
+    ] = 10.0,
+    tool_call_parser: Annotated[
+        ToolFormat | None,
+        typer.Option(show_default="by the chat template", help="How the model writes tool calls."),
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="What is told on stderr.")] = "info",
+    access_log: Annotated[bool, typer.Option(help="Tell of each request.")] = True,
+    threads: Threads = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(help="The most requests in a step.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="The most tokens in a step.")] = 512,
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
+    num_kv_blocks: Annotated[
+        int | None, typer.Option(show_default="what memory allows", help="KV blocks for all requests.")
+    ] = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Compute what prompts share once.")] = True,
+    async_scheduling: Annotated[bool, typer.Option(help="Plan a step while the one before runs.")] = False,
+    scheduling_policy: Annotated[SchedulingPolicy, typer.Option(help="Who goes first.")] = "fcfs",
+    seed: Annotated[int, typer.Option(help="For requests that bring none.")] = 0,
+    kv_cache_dtype: KVDtype = "auto",
+    runtime: Runtime = "native",
+    speculative_config: SpeculativeConfig = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="Run the engine in the server's own process.")
+    ] = False,
+) -> Action:
+    """Serve a model over HTTP, with OpenAI's API."""
+    from segue.args import EngineArgs
+    from segue.cli import serve as command
+    from segue.cli.parse import parse_object
+    from segue.server.options import ServerOptions
+
+    args = EngineArgs(
+        model=model,
+        threads=threads,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_kv_blocks=num_kv_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+        async_scheduling=async_scheduling,
+        scheduling_policy=scheduling_policy,
+        seed=seed,
+        kv_cache_dtype=kv_cache_dtype,
+        runtime=runtime,
+        speculative_config=parse_object("speculative_config", speculative_config),
+        engine_process=not in_process,
+    )
+    options = ServerOptions(
+        host=host,
+        port=port,
+        uds=uds,
+        api_keys=tuple(api_key or ()),
+        served_model_names=tuple(served_model_name or ()),
+        cors_origins=tuple(cors_origin or ()),
+        max_request_bytes=max_request_bytes,
+        ssl_keyfile=ssl_keyfile,
+        ssl_certfile=ssl_certfile,
+        shutdown_timeout_s=shutdown_timeout,
+        tool_call_parser=tool_call_parser,
+        log_level=log_level,
+        access_log=access_log,
+    )
+    return partial(command.serve, args, options)
