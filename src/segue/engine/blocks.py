@@ -114,6 +114,10 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         return self._references[block] > 1
 
+    def is_writable(self, block: int) -> bool:
+        """Whether one table holds it and nobody else can find it."""
+        return self._references[block] == 1 and self._keys[block] is None
+
     def key_of(self, block: int) -> bytes | None:
         """The key it is published under."""
         return self._keys[block]

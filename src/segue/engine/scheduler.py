@@ -72,6 +72,9 @@ class Scheduler:
         lookahead = config.num_speculative_tokens if config.has_draft_model else 0
         self.margin = 1 + config.num_speculative_tokens + lookahead if speculates else 0
         """Tokens beyond its known ones through which a request must fit to be admitted."""
+        self._block_size = config.block_size
+        self._has_draft_model = config.has_draft_model
+        self._max_drafts = config.num_speculative_tokens
 
     # --- states -----------------------------------------------------------------------------------------------
 
@@ -184,7 +187,7 @@ class Scheduler:
             self.pool.unpublish(block)
 
     def _shares_block_at(self, timeline: Timeline, position: int) -> bool:
-        index = position // self.config.block_size
+        index = position // self._block_size
         return index < len(timeline.blocks) and self.pool.is_shared(timeline.blocks[index])
 
     # --- the step ---------------------------------------------------------------------------------------------
@@ -247,21 +250,23 @@ class Scheduler:
             num_drafts = max(0, min(offered, draft.spare_drafts, turn.limit - start - 2, room))
             propose = self._num_to_propose(request, start + 1, room - num_drafts)
         end = start + slack + 1
-        looks_ahead = self.config.has_draft_model
-        reach = end + num_drafts + (propose if looks_ahead else 0)
-        if reach > len(timeline.blocks) * self.config.block_size or self._shares_block_at(timeline, start):
+        lookahead = propose if self._has_draft_model else 0
+        reach = end + num_drafts + lookahead
+        size = self._block_size
+        if reach > len(timeline.blocks) * size or not self.pool.is_writable(timeline.blocks[start // size]):
             owed = self._shares_block_at(timeline, start)
             missing = self._missing_blocks(request, reach) + owed
             if missing > self._num_available(request):
                 # Bets shrink before anybody is preempted for them.
-                slots = (len(timeline.blocks) + self._num_available(request) - owed) * self.config.block_size
+                slots = (len(timeline.blocks) + self._num_available(request) - owed) * size
                 num_drafts = max(0, min(num_drafts, slots - end))
-                propose = 0 if looks_ahead else propose
-                missing = self._missing_blocks(request, end + num_drafts) + owed
+                propose -= lookahead
+                reach = end + num_drafts
+                missing = self._missing_blocks(request, reach) + owed
                 if not self._make_room(request, missing, draft):
                     return
-        self._own_block_at(timeline, start, draft)
-        self._grow(timeline, end + num_drafts + (propose if looks_ahead else 0))
+            self._own_block_at(timeline, start, draft)
+            self._grow(timeline, reach)
         if request.reserve and (after is not None or len(timeline.tokens) != request.admitted_len):
             self._clear_reserve(request)
         draft.spare_drafts -= num_drafts
@@ -278,7 +283,7 @@ class Scheduler:
         propose = 0
         if samples and self.margin:
             propose = self._num_to_propose(request, end, self.config.max_model_len - end)
-        lookahead = max(propose, int(samples)) if self.config.has_draft_model else 0
+        lookahead = max(propose, int(samples)) if self._has_draft_model else 0
         self._own_block_at(timeline, start, draft)
         self._grow(timeline, end + lookahead)
         self._plan(request, draft, start, num_tokens, 0, propose, None, ())
@@ -286,7 +291,7 @@ class Scheduler:
     def _num_to_propose(self, request: Request, end: int, room: int) -> int:
         """How many drafts to ask for, to follow the id sampled at position `end` or later."""
         assert request.turn is not None
-        wanted = self.config.num_speculative_tokens
+        wanted = self._max_drafts
         if request.adaptive is not None:
             wanted = request.adaptive.num_drafts(end, len(self.running))
         return max(0, min(wanted, request.turn.limit - end - 2, room))
@@ -314,7 +319,7 @@ class Scheduler:
         sampling = turn.sampling if turn is not None and samples else None
         newest = timeline.flights[-1] if timeline.flights else None
         draft_kv = max(timeline.draft_kv_len, newest.draft_kv_end if newest is not None else 0)
-        runs_draft_model = self.config.has_draft_model and (propose > 0 or num_tokens > 1 or not samples)
+        runs_draft_model = self._has_draft_model and (propose > 0 or num_tokens > 1 or not samples)
         needs_history = propose > 0 or runs_draft_model or (sampling is not None and sampling.needs_history)
         targets: Sequence[int] = ()
         if request.prompt_logprobs is not None:
@@ -409,8 +414,8 @@ class Scheduler:
 
     def publish(self, timeline: Timeline, old_len: int) -> None:
         """Offer the blocks that have become complete since `publishable_len` was `old_len`."""
-        size = self.config.block_size
-        if not self.config.enable_prefix_caching:
-            return
-        for index in range(old_len // size, timeline.publishable_len // size):
-            self.pool.publish(timeline.blocks[index], timeline.key(index))
+        size = self._block_size
+        first, end = old_len // size, timeline.publishable_len // size
+        if first < end and self.config.enable_prefix_caching:
+            for index in range(first, end):
+                self.pool.publish(timeline.blocks[index], timeline.key(index))
