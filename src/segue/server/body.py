@@ -1,0 +1,120 @@
+"""A request's body: JSON within a size, as a struct. Fields that are not known are ignored and logged."""
+
+import logging
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import ClassVar, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from segue.errors import ParameterError
+from segue.server.errors import HttpError
+from segue.server.serving import serving_of
+
+log = logging.getLogger("segue.server")
+
+_AT = re.compile(r"^(?P<why>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
+_SHOWN_CHARS = 60
+
+
+class Unsupported(msgspec.Struct, frozen=True):
+    """A field of OpenAI's or vLLM's that is taken only where it asks for nothing."""
+
+    why: str
+    neutral: tuple[object, ...] = ()
+    """Beside null."""
+
+
+class RequestBody(msgspec.Struct, kw_only=True):
+    """Base of the bodies. null means "not given" for every field that may be left out."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    """Known, and without a meaning here."""
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """The body as a struct. Raises HttpError or ParameterError."""
+    return parse_body(await _read_json(request), kind)
+
+
+def parse_body(fields: object, kind: type[Body]) -> Body:
+    """Decoded JSON as a struct; the same errors."""
+    if not isinstance(fields, dict):
+        raise HttpError("the body must be a JSON object")
+    for name, rule in kind.unsupported.items():
+        value = fields.get(name)
+        if value is not None and value not in rule.neutral:
+            raise ParameterError(name, _shown(value), rule.why)
+    known = set(kind.__struct_encode_fields__) | kind.ignored | set(kind.unsupported)
+    for name in fields:
+        if name not in known:
+            log.warning("%s: ignored the unknown field %s", kind.__name__, ascii(name)[:_SHOWN_CHARS])
+    try:
+        return msgspec.convert(fields, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from None
+
+
+async def _read_json(request: Request) -> object:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise HttpError(
+            "the body must be JSON: send it with Content-Type: application/json",
+            status=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        )
+    try:
+        return msgspec.json.decode(await _read_bytes(request))
+    except RecursionError:
+        raise HttpError("the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(f"the body is not valid JSON: {error}") from None
+
+
+async def _read_bytes(request: Request) -> bytes:
+    limit = serving_of(request).options.max_request_bytes
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+    except ClientDisconnect:
+        raise HttpError("the body is not complete") from None
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> HttpError:
+    return HttpError(
+        f"the body has more than {limit} bytes; --max-request-bytes raises the limit",
+        status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        headers={"connection": "close"},
+    )
+
+
+def _validation_error(message: str) -> HttpError:
+    """What msgspec says, with the field where OpenAI's clients look for it."""
+    path, why = "", message
+    if (found := _AT.match(message)) is not None:
+        path, why = found["path"], found["why"]
+    if (missing := _MISSING.match(why)) is not None:
+        path = f"{path}.{missing['name']}".lstrip(".")
+        return HttpError(f"{path}: is required", param=path, code="missing_required_parameter")
+    return HttpError(f"{path}: {why}" if path else why, param=path or None, code="invalid_type")
+
+
+def _shown(value: object) -> object:
+    """What can be repeated in a message of one line."""
+    text = repr(value)
+    return value if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

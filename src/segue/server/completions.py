@@ -1,0 +1,216 @@
+"""POST /v1/completions: a prompt is continued."""
+
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from segue.errors import ParameterError
+from segue.outputs import CompletionOutput, Delta, RequestOutput
+from segue.sample.params import SamplingParams
+from segue.server.answers import Answers
+from segue.server.body import Unsupported, read_body
+from segue.server.errors import fields_named
+from segue.server.events import EventStream, json_when_done, until_done
+from segue.server.logprobs import (
+    CompletionLogprobs,
+    Entry,
+    LogprobWriter,
+    PromptLogprob,
+    prompt_logprobs,
+)
+from segue.server.prompts import Prompts, encode_prompts
+from segue.server.sampling import (
+    IGNORED_SAMPLING,
+    MAX_ANSWERS,
+    UNSUPPORTED_SAMPLING,
+    Count,
+    SamplingFields,
+)
+from segue.server.serving import SYSTEM_FINGERPRINT, Serving, new_id, serving_of
+from segue.server.usage import Usage
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(SamplingFields, kw_only=True):
+    """OpenAI's fields of a completion, and vLLM's."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **UNSUPPORTED_SAMPLING,
+        "suffix": Unsupported("text after the answer is not supported", ("",)),
+    }
+    ignored: ClassVar[frozenset[str]] = IGNORED_SAMPLING
+
+    prompt: Prompts
+    """A text, texts, token ids, or lists of token ids."""
+    max_tokens: Count | None = None
+    """0 only with `echo`: the prompt's logprobs and nothing else."""
+    echo: bool | None = None
+    logprobs: Count | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def is_only_echo(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises ParameterError."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", self.prompt_logprobs, "is not for stream=true")
+        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        echoed = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        return self.params(
+            max_tokens=1 if self.is_only_echo else max_tokens, logprobs=self.logprobs, prompt_logprobs=echoed
+        )
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    """The stop string or token that ended the answer; null for end-of-sequence."""
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """The answers, or with stream=true what is new of them."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str = SYSTEM_FINGERPRINT
+    usage: Annotated[Usage | UnsetType | None, Meta(description="null until the last chunk")] = UNSET
+
+
+async def create_completion(request: Request) -> Response:
+    body = await read_body(request, CompletionRequest)
+    serving = serving_of(request)
+    writer = await _Writer.start(serving, body)
+    if body.stream:
+        return EventStream(until_done(writer.chunks()))
+    return await json_when_done(request, writer.whole())
+
+
+class _Writer:
+    """One request's answers in the form of this endpoint."""
+
+    def __init__(self, body: CompletionRequest, model: str, serving: Serving, answers: Answers) -> None:
+        self._body = body
+        self._answers = answers
+        self._tokenizer = serving.llm.get_tokenizer()
+        self._logprobs = LogprobWriter(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._offsets: dict[int, int] = {}
+        """Where the text of each answer's next token begins."""
+        self._id = f"cmpl-{body.request_id}" if body.request_id else new_id("cmpl-")
+        self._model = model
+        self._created = serving.now()
+
+    @classmethod
+    async def start(cls, serving: Serving, body: CompletionRequest) -> "_Writer":
+        """Raises what is wrong with the request."""
+        model = serving.check_model(body.model)
+        params = body.sampling_params()
+        with fields_named({"text": "prompt", "prompt_token_ids": "prompt"}):
+            prompts = await encode_prompts(
+                serving,
+                body.prompt,
+                body,
+                add_special_tokens=body.add_special_tokens is not False,
+                room=params.max_tokens or 1,
+            )
+            if len(prompts) * params.n > MAX_ANSWERS:
+                raise ParameterError(
+                    "prompt",
+                    f"{len(prompts)} prompts",
+                    f"with n={params.n} are more than {MAX_ANSWERS} answers",
+                )
+            answers = Answers(serving, prompts, params, priority=body.priority or 0)
+        return cls(body, model, serving, answers)
+
+    async def whole(self) -> Completion:
+        outputs = await self._answers.outputs()
+        choices = [
+            self._choice(prompt * self._answers.params.n + answer.index, output, answer)
+            for prompt, output in enumerate(outputs)
+            for answer in output.outputs
+        ]
+        return self._completion(choices, self._answers.usage)
+
+    async def chunks(self) -> AsyncGenerator[Completion, None]:
+        usage: Usage | UnsetType | None = None if self._body.include_usage else UNSET
+        async with contextlib.aclosing(self._answers.deltas()) as deltas:
+            async for delta in deltas:
+                if self._body.continuous_usage:
+                    usage = self._answers.usage
+                yield self._completion([self._delta_choice(delta)], usage)
+        if self._body.include_usage:
+            yield self._completion([], self._answers.usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
+
+    def _choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
+        text, token_ids, logprobs = answer.text, answer.token_ids, answer.logprobs
+        if self._body.is_only_echo:
+            text, token_ids, logprobs = "", [], None if logprobs is None else []
+        choice = self._new_choice(index, text, token_ids, logprobs)
+        choice.finish_reason = "length" if self._body.is_only_echo else str(answer.finish_reason)
+        choice.stop_reason = answer.stop_reason
+        if self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or UNSET
+        return choice
+
+    def _delta_choice(self, delta: Delta) -> CompletionChoice:
+        if self._body.is_only_echo:
+            delta.text, delta.token_ids = "", []
+            delta.logprobs = None if delta.logprobs is None else []
+        choice = self._new_choice(delta.index, delta.text, delta.token_ids, delta.logprobs)
+        choice.finish_reason = None if delta.finish_reason is None else str(delta.finish_reason)
+        choice.stop_reason = delta.stop_reason
+        return choice
+
+    def _new_choice(
+        self, index: int, text: str, token_ids: list[int], entries: Sequence[Entry] | None
+    ) -> CompletionChoice:
+        """New tokens of an answer, the prompt before the first ones if it is echoed."""
+        is_first = index not in self._offsets
+        prompt = index // self._answers.params.n
+        prompt_ids = self._answers.prompts[prompt].token_ids
+        scored_ids: list[int] = token_ids
+        scored: list[Entry | None] = list(entries or ())
+        if is_first and self._body.echo:
+            text = self._prompt_text(prompt) + text
+            if entries is not None:
+                scored_ids = prompt_ids + token_ids
+                scored = list(self._answers.output(prompt).prompt_logprobs or ()) + scored
+        logprobs = None
+        self._offsets.setdefault(index, 0)
+        if entries is not None:
+            logprobs, self._offsets[index] = self._logprobs.completion(
+                scored_ids, scored, self._offsets[index]
+            )
+        choice = CompletionChoice(
+            index=index, text=text, logprobs=logprobs, finish_reason=None, stop_reason=None
+        )
+        if self._body.return_token_ids:
+            choice.token_ids = token_ids
+            if is_first:
+                choice.prompt_token_ids = prompt_ids
+        return choice
+
+    def _prompt_text(self, prompt: int) -> str:
+        encoded = self._answers.prompts[prompt]
+        if encoded.text is not None and self._body.truncate_prompt_tokens is None:
+            return encoded.text
+        return self._tokenizer.decode(encoded.token_ids, skip_special_tokens=False)

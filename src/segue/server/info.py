@@ -1,0 +1,69 @@
+"""What a server says about itself: models, health, version, metrics."""
+
+from http import HTTPStatus
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from segue import __version__
+from segue.errors import EngineDead
+from segue.server.events import json_response
+from segue.server.metrics import CONTENT_TYPE
+from segue.server.serving import Serving, serving_of
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "segue"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+    """The longest prompt and answer together, in tokens."""
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
+
+
+async def list_models(request: Request) -> Response:
+    serving = serving_of(request)
+    return json_response(ModelList(data=[_model(serving, name) for name in serving.model_names]))
+
+
+async def get_model(request: Request) -> Response:
+    serving = serving_of(request)
+    return json_response(_model(serving, serving.check_model(request.path_params["model"])))
+
+
+async def health(request: Request) -> Response:
+    """200 while requests are answered, 503 when the engine is gone."""
+    await serving_of(request).llm.check_health()
+    return Response(status_code=HTTPStatus.OK)
+
+
+async def version(request: Request) -> Response:
+    return json_response(Version(__version__))
+
+
+async def metrics(request: Request) -> Response:
+    serving = serving_of(request)
+    try:
+        stats = await serving.llm.stats()
+    except EngineDead:
+        stats = None
+    return Response(serving.metrics.exposition(stats, serving.llm.config), media_type=CONTENT_TYPE)
+
+
+def _model(serving: Serving, name: str) -> Model:
+    return Model(
+        id=name, created=serving.created, root=serving.model_name, max_model_len=serving.max_model_len
+    )

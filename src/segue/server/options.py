@@ -1,0 +1,56 @@
+"""What a server is started with, apart from its engine."""
+
+from typing import Literal, get_args
+
+import msgspec
+
+from segue.errors import ParameterError
+
+ToolFormat = Literal["hermes", "llama3_json", "mistral"]
+"""How a model writes its tool calls; vLLM's names."""
+LogLevel = Literal["error", "warning", "info", "debug"]
+
+DEFAULT_PORT = 8000
+MAX_PORT = 65535
+
+
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A bad value raises ParameterError."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    """0: any free one."""
+    uds: str | None = None
+    """The path of a Unix socket, in place of host and port."""
+    api_keys: tuple[str, ...] = ()
+    """Any of these opens the server; none: it is open."""
+    served_model_names: tuple[str, ...] = ()
+    """What clients may call the model; the first is in answers. None: as it was given."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may use the server; "*": all."""
+    max_request_bytes: int = 16 << 20
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    shutdown_timeout_s: float = 10.0
+    """How long open requests may go on after the signal to end."""
+    tool_call_parser: ToolFormat | None = None
+    """None: told by the model's chat template."""
+    log_level: LogLevel = "info"
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= MAX_PORT:
+            raise ParameterError("port", self.port, f"must be in [0, {MAX_PORT}]")
+        if self.max_request_bytes < 1:
+            raise ParameterError("max_request_bytes", self.max_request_bytes, "must be positive")
+        if not 0 <= self.shutdown_timeout_s < float("inf"):
+            raise ParameterError("shutdown_timeout", self.shutdown_timeout_s, "must be 0 or more seconds")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ParameterError(
+                "ssl_certfile", self.ssl_certfile, "TLS needs both --ssl-keyfile and --ssl-certfile"
+            )
+        if any(not key.isascii() or not key.isprintable() or not key.strip() for key in self.api_keys):
+            raise ParameterError("api_key", "…", "must be printable ASCII and not empty")
+        if self.tool_call_parser is not None and self.tool_call_parser not in get_args(ToolFormat):
+            known = ", ".join(get_args(ToolFormat))
+            raise ParameterError("tool_call_parser", self.tool_call_parser, f"unknown; known are {known}")

@@ -1,0 +1,127 @@
+"""The fields of a request that say how to sample, with vLLM's names, and what they mean here."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from segue.errors import ParameterError
+from segue.sample.params import SamplingParams
+from segue.server.body import RequestBody, Unsupported
+
+MAX_N = 128
+MAX_ANSWERS = 2048
+"""Of one request: its prompts times `n`."""
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+UNSUPPORTED_SAMPLING: Mapping[str, Unsupported] = {
+    "best_of": Unsupported("choosing the best of several answers is not supported; use n", (1,)),
+    "use_beam_search": Unsupported("beam search is not supported", (False,)),
+    "allowed_token_ids": Unsupported("is not supported; use logit_bias", ([],)),
+    "bad_words": Unsupported("is not supported; use logit_bias or stop", ([],)),
+    "logits_processors": Unsupported("is not supported", ([],)),
+    "prompt_embeds": Unsupported("embeddings as a prompt are not supported"),
+    "response_format": Unsupported("only {'type': 'text'} is supported", ({"type": "text"},)),
+    "structured_outputs": Unsupported("is not supported"),
+    "guided_json": Unsupported("is not supported"),
+    "guided_regex": Unsupported("is not supported"),
+    "guided_choice": Unsupported("is not supported"),
+    "guided_grammar": Unsupported("is not supported"),
+}
+IGNORED_SAMPLING = frozenset({"length_penalty", "spaces_between_special_tokens", "user"})
+"""A penalty for beam search; a choice that byte-level tokens do not leave; who asks."""
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    """A last chunk without choices tells the usage."""
+    continuous_usage_stats: bool | None = None
+    """So does every chunk."""
+
+
+class SamplingFields(RequestBody, kw_only=True):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    prompt_logprobs: Count | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Keep only so many tokens of the prompt's end; -1: as many as fit."""
+    priority: Int | None = None
+    cache_salt: Annotated[str, Meta(max_length=512)] | None = None
+    request_id: Annotated[str, Meta(max_length=256)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Logprobs name tokens "token_id:42"."""
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def num_answers(self) -> int:
+        """To each prompt."""
+        return self.n or 1
+
+    def params(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
+        """Raises ParameterError."""
+        if self.stream_options is not None and not self.stream:
+            raise ParameterError("stream_options", {}, "is only for stream=true")
+        given: dict[str, Any] = {
+            "n": self.n,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "seed": self.seed,
+            "stop": _without_empty(self.stop),
+            "stop_token_ids": self.stop_token_ids,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "ignore_eos": self.ignore_eos,
+            "min_tokens": self.min_tokens,
+            "skip_special_tokens": self.skip_special_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+        }
+        return SamplingParams(
+            max_tokens=max_tokens, **{name: value for name, value in given.items() if value is not None}
+        )
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Only together with `include_usage`, as vLLM has it."""
+        options = self.stream_options
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
+
+
+def _without_empty(stop: str | list[str] | None) -> list[str] | None:
+    """Clients send "" and [] for "none"."""
+    strings = [stop] if isinstance(stop, str) else stop or []
+    return [string for string in strings if string] or None

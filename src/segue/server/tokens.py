@@ -1,0 +1,99 @@
+"""POST /tokenize and /detokenize: a text or a conversation as token ids, and back."""
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from segue.errors import ParameterError
+from segue.server.body import RequestBody, Unsupported, read_body
+from segue.server.errors import fields_named
+from segue.server.events import json_response
+from segue.server.prompts import encode_messages, encode_text
+from segue.server.sampling import TokenId
+from segue.server.serving import serving_of
+
+CHAT_TEMPLATE = Unsupported("templates of a request are not run; the model has its own")
+
+
+class TokenizeRequest(RequestBody, kw_only=True):
+    """Either `prompt` or `messages`."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {"chat_template": CHAT_TEMPLATE}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, object]] | None = None
+    tools: list[dict[str, object]] | None = None
+    add_special_tokens: Annotated[bool | None, Meta(description="true for a prompt, false for messages")] = (
+        None
+    )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | UnsetType | None = UNSET
+
+
+class DetokenizeRequest(RequestBody, kw_only=True):
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    body = await read_body(request, TokenizeRequest)
+    serving = serving_of(request)
+    serving.check_model(body.model)
+    if body.prompt is not None and body.messages is None:
+        with fields_named({"text": "prompt"}):
+            ids = await encode_text(
+                serving,
+                body.prompt,
+                add_special_tokens=body.add_special_tokens is not False,
+                may_be_longer=True,
+            )
+    elif body.messages is not None and body.prompt is None:
+        with fields_named({"text": "messages"}):
+            ids = await encode_messages(
+                serving,
+                body.messages,
+                tools=body.tools,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
+                add_special_tokens=bool(body.add_special_tokens),
+                variables=body.chat_template_kwargs,
+            )
+    else:
+        raise ParameterError("prompt", None, "give either prompt or messages")
+    tokenizer = serving.llm.get_tokenizer()
+    strings = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    return json_response(
+        TokenizeResponse(
+            count=len(ids),
+            max_model_len=serving.max_model_len,
+            tokens=ids,
+            token_strs=strings if body.return_token_strs else UNSET,
+        )
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    body = await read_body(request, DetokenizeRequest)
+    serving = serving_of(request)
+    serving.check_model(body.model)
+    with fields_named({"token_id": "tokens"}):
+        text = serving.llm.get_tokenizer().decode(body.tokens, skip_special_tokens=False)
+    return json_response(DetokenizeResponse(prompt=text))
