@@ -78,7 +78,8 @@ $(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.build-tools
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
-	$(REQUIREMENTS) project/optional-dependencies/dev | $(BIN)/python -m pip install -q -r /dev/stdin
+	( $(REQUIREMENTS) project/optional-dependencies/dev; \
+		$(REQUIREMENTS) project/optional-dependencies/server ) | $(BIN)/python -m pip install -q -r /dev/stdin
 	@touch $@
 
 # g++ 12 drops the stores of the tile configuration that llama.cpp's AMX code loads, which then crashes, unless it
