@@ -7,15 +7,16 @@
 #include "kernels/vec_avx512.hpp"
 
 #include "kernels/linear.hpp"
+#include "kernels/unroll.hpp"
 
 namespace segue {
 namespace {
 
-constexpr int kTileRows = 8;      // rows of x in a tile: two panels' accumulators then stay in registers
-constexpr int kMinRows = 5;       // fewer rows are faster without tiles
-constexpr int kMaxGroups = 24;    // groups of a panel pair that are unpacked at once; they stay in L1
-constexpr int kMaxRows = 128;     // rows whose accumulators wait while the next groups are unpacked
-constexpr int kPanels = 2;        // panels at a time
+constexpr int kTileRows = 16;  // storing a tile takes as long with fewer
+constexpr int kMinRows = 5;    // fewer rows are faster without tiles
+constexpr int kMaxGroups = 48;  // groups of a panel that are unpacked at once; they stay in L1
+constexpr int kMaxRows = 128;  // rows whose accumulators wait while the next groups are unpacked
+constexpr int kBatch = 2;      // groups whose dots are stored before they are added: loads then find them in L1
 
 // One group of one panel, as a tile wants it: [k / 4][16 outputs][4 k] of s8; then its scales and minima.
 struct alignas(64) UnpackedGroup {
@@ -25,9 +26,9 @@ struct alignas(64) UnpackedGroup {
 };
 
 struct AmxScratch {
-    UnpackedGroup groups[kMaxGroups][kPanels];
-    alignas(64) int32_t dots[2][kPanels][kTileRows][kPanel];
-    alignas(64) float acc[kMaxRows][kPanels][kPanel];
+    UnpackedGroup groups[kMaxGroups];
+    alignas(64) int32_t dots[2 * kBatch][kTileRows][kPanel];
+    alignas(64) float acc[kMaxRows][kPanel];
 };
 
 struct alignas(64) TileConfig {
@@ -38,13 +39,15 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {};
 };
 
-// Tiles 0, 1: dots of the two panels [8 rows][16 outputs]; 2: x [8 rows][32]; 3, 4: weights [8][16 outputs][4].
+// Tiles 0: dots [16 rows][16 outputs]; 1: x [16 rows][32]; 2: weights [8][16 outputs][4].
 TileConfig tile_config() {
     TileConfig config;
-    for (const int tile : {0, 1, 2, 3, 4}) {
-        config.rows[tile] = kTileRows;
-        config.bytes_per_row[tile] = tile == 2 ? kGroup : 64;
-    }
+    config.rows[0] = kTileRows;
+    config.bytes_per_row[0] = 4 * kPanel;
+    config.rows[1] = kTileRows;
+    config.bytes_per_row[1] = kGroup;
+    config.rows[2] = kGroup / 4;
+    config.bytes_per_row[2] = 4 * kPanel;
     return config;
 }
 
@@ -69,92 +72,76 @@ inline void unpack_group(const uint8_t* block, UnpackedGroup& to) {
     }
 }
 
-// x's rows [row, row + 8) of one group.
-struct GroupRows {
+// What tile rows [row, row + 16) of x hold for group 0; the next group's is 16 times as far as one row's.
+struct TileInput {
     const int8_t* q;
     const float* scale;
     const float* sum;
 };
 
-inline GroupRows group_rows(const QuantView& x, int row, int group) {
-    const size_t at = (static_cast<size_t>(row / kRowBlock) * static_cast<size_t>(x.groups) +
-                       static_cast<size_t>(group)) * kRowBlock + static_cast<size_t>(row % kRowBlock);
+inline TileInput tile_input(const QuantView& x, int row) {
+    const size_t at = static_cast<size_t>(row / kRowBlock) * static_cast<size_t>(x.groups) * kRowBlock;
     return {x.q + at * kGroup, x.scale + at, x.sum + at};
 }
 
-template <int NP>
-inline void multiply_group(const GroupRows& x, const UnpackedGroup* w, int32_t (*dots)[kTileRows][kPanel]) {
-    _tile_loadd(2, x.q, kGroup);
+inline void multiply_group(const TileInput& x, int group, const UnpackedGroup& w, int32_t (*dots)[kPanel]) {
+    _tile_loadd(1, x.q + static_cast<size_t>(group) * kRowBlock * kGroup, kGroup);
+    _tile_loadd(2, w.w, 4 * kPanel);
     _tile_zero(0);
-    _tile_loadd(3, w[0].w, 64);
-    _tile_dpbssd(0, 2, 3);
-    _tile_stored(0, dots[0], 64);
-    if constexpr (NP == 2) {
-        _tile_zero(1);
-        _tile_loadd(4, w[1].w, 64);
-        _tile_dpbssd(1, 2, 4);
-        _tile_stored(1, dots[1], 64);
-    }
+    _tile_dpbssd(0, 1, 2);
+    _tile_stored(0, dots, 4 * kPanel);
 }
 
-template <WeightFormat format, int NP, int MR>
-inline void accumulate_group(const GroupRows& x, const UnpackedGroup* w, const int32_t (*dots)[kTileRows][kPanel],
-                             Vec::F (&acc)[NP][MR]) {
-    for (int p = 0; p < NP; ++p) {
-        const Vec::F scale = Vec::load(w[p].scale);
-        const Vec::F minimum = Vec::load(w[p].minimum);
-        for (int m = 0; m < MR; ++m) {
-            const Vec::F dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots[p][m]));
-            acc[p][m] = Vec::fma(dot, Vec::mul(scale, Vec::set1(x.scale[m])), acc[p][m]);
-            if constexpr (format == WeightFormat::kU4) acc[p][m] = Vec::fma(minimum, Vec::set1(x.sum[m]), acc[p][m]);
-        }
-    }
+template <WeightFormat format, int MR>
+[[gnu::always_inline]] inline void accumulate_group(const TileInput& x, int group, const UnpackedGroup& w, const int32_t (*dots)[kPanel],
+                             Vec::F (&acc)[MR]) {
+    const Vec::F d = Vec::load(w.scale);
+    const Vec::F minimum = Vec::load(w.minimum);
+    const float* scale = x.scale + static_cast<size_t>(group) * kRowBlock;
+    const float* sum = x.sum + static_cast<size_t>(group) * kRowBlock;
+    unroll<MR>([&](auto m) __attribute__((always_inline)) {
+        const Vec::F dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots[m]));
+        acc[m] = Vec::fma(dot, Vec::mul(d, Vec::set1(scale[m])), acc[m]);
+        if constexpr (format == WeightFormat::kU4) acc[m] = Vec::fma(minimum, Vec::set1(sum[m]), acc[m]);
+    });
 }
 
-// Rows [row, row + MR) by NP panels, groups [begin, end).
-template <WeightFormat format, int NP, int MR>
+// Rows [row, row + MR) by one panel, groups [begin, end). row is the first of a row block.
+template <WeightFormat format, int MR>
 void amx_tile(const LinearArgs& a, int panel, int row, int begin, int end, AmxScratch& s) {
-    Vec::F acc[NP][MR];
-    float(*waiting)[kPanels][kPanel] = s.acc + (row - a.row_begin);
-    for (int p = 0; p < NP; ++p) {
-        for (int m = 0; m < MR; ++m) acc[p][m] = begin == 0 ? Vec::zero() : Vec::load(waiting[m][p]);
+    Vec::F acc[MR];
+    float(*waiting)[kPanel] = s.acc + (row - a.row_begin);
+    unroll<MR>([&](auto m) { acc[m] = begin == 0 ? Vec::zero() : Vec::load(waiting[m]); });
+    const TileInput x = tile_input(a.quant, row);
+    const auto multiply = [&](int g) { multiply_group(x, g, s.groups[g - begin], s.dots[(g - begin) % (2 * kBatch)]); };
+    // The tiles of the next groups are under way while the dots of these are added.
+    for (int g = begin; g < begin + kBatch && g < end; ++g) multiply(g);
+    for (int g = begin; g < end; ++g) {
+        if (g + kBatch < end) multiply(g + kBatch);
+        accumulate_group<format, MR>(x, g, s.groups[g - begin], s.dots[(g - begin) % (2 * kBatch)], acc);
     }
-    GroupRows x = group_rows(a.quant, row, begin);
-    multiply_group<NP>(x, s.groups[0], s.dots[0]);
-    for (int g = begin; g + 1 < end; ++g) {  // the next group's products are under way while this one's are added
-        const GroupRows next = group_rows(a.quant, row, g + 1);
-        multiply_group<NP>(next, s.groups[g + 1 - begin], s.dots[(g + 1 - begin) % 2]);
-        accumulate_group<format, NP, MR>(x, s.groups[g - begin], s.dots[(g - begin) % 2], acc);
-        x = next;
-    }
-    accumulate_group<format, NP, MR>(x, s.groups[end - 1 - begin], s.dots[(end - 1 - begin) % 2], acc);
-    for (int p = 0; p < NP; ++p) {
-        const int output = (panel + p) * kPanel;
-        for (int m = 0; m < MR; ++m) {
-            if (end < a.quant.groups) {
-                Vec::store(waiting[m][p], acc[p][m]);
-            } else {
-                store_outputs<Vec>(a.out + static_cast<size_t>(row + m) * a.out_stride + output, a.w.outputs - output,
-                                   acc[p][m], a.accumulate);
-            }
+    const int output = panel * kPanel;
+    unroll<MR>([&](auto m) {
+        if (end < a.quant.groups) {
+            Vec::store(waiting[m], acc[m]);
+        } else {
+            store_outputs<Vec>(a.out + static_cast<size_t>(row + m) * a.out_stride + output, a.w.outputs - output, acc[m],
+                               a.accumulate);
         }
-    }
+    });
 }
 
-template <WeightFormat format, int NP>
-void amx_panels(const LinearArgs& a, int panel, AmxScratch& s) {
+template <WeightFormat format>
+void amx_panel(const LinearArgs& a, int panel, AmxScratch& s) {
     constexpr size_t block_bytes = format == WeightFormat::kU4 ? kU4BlockBytes : kI8BlockBytes;
+    const uint8_t* block = a.w.data + static_cast<size_t>(panel) * a.w.panel_bytes;
     for (int begin = 0; begin < a.quant.groups; begin += kMaxGroups) {
         const int end = begin + kMaxGroups < a.quant.groups ? begin + kMaxGroups : a.quant.groups;
-        for (int p = 0; p < NP; ++p) {
-            const uint8_t* block = a.w.data + static_cast<size_t>(panel + p) * a.w.panel_bytes +
-                                   static_cast<size_t>(begin) * block_bytes;
-            for (int g = 0; g < end - begin; ++g, block += block_bytes) unpack_group<format>(block, s.groups[g][p]);
-        }
+        for (int g = 0; g < end - begin; ++g, block += block_bytes) unpack_group<format>(block, s.groups[g]);
         asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read memory
         for (int row = a.row_begin; row < a.row_end; row += kTileRows) {
             const int rows = a.row_end - row < kTileRows ? a.row_end - row : kTileRows;
-            with_rows<kTileRows>(rows, [&]<int MR>() { amx_tile<format, NP, MR>(a, panel, row, begin, end, s); });
+            with_rows<kTileRows>(rows, [&]<int MR>() { amx_tile<format, MR>(a, panel, row, begin, end, s); });
         }
     }
 }
@@ -169,9 +156,7 @@ void linear_amx(const LinearArgs& a) {
         LinearArgs part = a;
         part.row_begin = row;
         part.row_end = a.row_end < row + kMaxRows ? a.row_end : row + kMaxRows;
-        int panel = a.panel_begin;
-        for (; panel + kPanels <= a.panel_end; panel += kPanels) amx_panels<format, kPanels>(part, panel, scratch);
-        if (panel < a.panel_end) amx_panels<format, 1>(part, panel, scratch);
+        for (int panel = a.panel_begin; panel < a.panel_end; ++panel) amx_panel<format>(part, panel, scratch);
     }
     _tile_release();
 }

@@ -7,6 +7,7 @@
 
 #include "kernels/rows.hpp"
 #include "kernels/table.hpp"
+#include "kernels/unroll.hpp"
 
 namespace segue {
 namespace {
@@ -22,14 +23,14 @@ struct U4Format {
 
     // dot[m] += the group's products. `first` is the first of the block's outputs; rows of x are 32 bytes apart.
     template <int MR>
-    static void dots(const uint8_t* block, int first, const int8_t* x, Dot* dot) {
-        for (int t = 0; t < 4; ++t) {
+    [[gnu::always_inline]] static inline void dots(const uint8_t* block, int first, const int8_t* x, Dot* dot) {
+        unroll<4>([&](auto t) __attribute__((always_inline)) {
             const auto w = V::load_w4(block + 64 * t + 4 * first);
             const auto low = V::low_nibbles(w);
             const auto high = V::high_nibbles(w);
-            for (int m = 0; m < MR; ++m) dot[m] = V::dot_u4(dot[m], low, x + 32 * m + 8 * t);
-            for (int m = 0; m < MR; ++m) dot[m] = V::dot_u4(dot[m], high, x + 32 * m + 8 * t + 4);
-        }
+            unroll<MR>([&](auto m) { dot[m] = V::dot_u4(dot[m], low, x + 32 * m + 8 * t); });
+            unroll<MR>([&](auto m) { dot[m] = V::dot_u4(dot[m], high, x + 32 * m + 8 * t + 4); });
+        });
     }
     static F scales(const uint8_t* block, int first) {
         return V::load(reinterpret_cast<const Half*>(block + 256) + first);
@@ -49,11 +50,11 @@ struct I8Format {
     static F end(Dot dot) { return V::end_i8(dot); }
 
     template <int MR>
-    static void dots(const uint8_t* block, int first, const int8_t* x, Dot* dot) {
-        for (int s = 0; s < 8; ++s) {
+    [[gnu::always_inline]] static inline void dots(const uint8_t* block, int first, const int8_t* x, Dot* dot) {
+        unroll<8>([&](auto s) __attribute__((always_inline)) {
             const auto w = V::load_w8(block + 64 * s + 4 * first);
-            for (int m = 0; m < MR; ++m) dot[m] = V::dot_i8(dot[m], w, x + 32 * m + 4 * s);
-        }
+            unroll<MR>([&](auto m) { dot[m] = V::dot_i8(dot[m], w, x + 32 * m + 4 * s); });
+        });
     }
     static F scales(const uint8_t* block, int first) {
         return V::load(reinterpret_cast<const Half*>(block + 512) + first);
@@ -85,16 +86,16 @@ void quant_tile(const LinearArgs& a, int panel, int first, int row) {
     const uint8_t* block = a.w.data + static_cast<size_t>(panel) * a.w.panel_bytes;
 
     F acc[MR];
-    for (int m = 0; m < MR; ++m) acc[m] = V::zero();
+    unroll<MR>([&](auto m) { acc[m] = V::zero(); });
     for (int g = 0; g < groups; ++g) {
         typename V::Dot dot[MR];
-        for (int m = 0; m < MR; ++m) dot[m] = Format::begin(isum[m]);
+        unroll<MR>([&](auto m) { dot[m] = Format::begin(isum[m]); });
         Format::template dots<MR>(block, first, q, dot);
         const F d = Format::scales(block, first);
-        for (int m = 0; m < MR; ++m) {
+        unroll<MR>([&](auto m) {
             acc[m] = V::fma(Format::end(dot[m]), V::mul(d, V::set1(scale[m])), acc[m]);
             acc[m] = Format::add_minimum(block, first, sum[m], acc[m]);
-        }
+        });
         block += Format::block_bytes;
         q += kRowBlock * kGroup;
         scale += kRowBlock;
@@ -102,10 +103,10 @@ void quant_tile(const LinearArgs& a, int panel, int first, int row) {
         isum += kRowBlock;
     }
     const int output = panel * kPanel + first;
-    for (int m = 0; m < MR; ++m) {
+    unroll<MR>([&](auto m) {
         store_outputs<V>(a.out + static_cast<size_t>(row + m) * a.out_stride + output, a.w.outputs - output, acc[m],
                          a.accumulate);
-    }
+    });
 }
 
 // Splits [begin, end) into pieces of at most MR rows that do not straddle a row block.
