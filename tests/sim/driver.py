@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
 from segue.engine.outputs import EngineOutput, FinishReason
+from segue.engine.request import Keep
 from segue.runtime.contract import Runtime
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
@@ -102,15 +103,13 @@ class Client:
         return self.expected is not None or bool(self.chunks)
 
 
-class Simulation:
-    """One engine over the oracle, driven by one seed."""
+class World:
+    """One engine over the oracle, and its users. Every step is checked."""
 
-    def __init__(self, seed: int, setup: Setup | None = None, trace: Trace | None = None) -> None:
-        self.seed = seed
+    def __init__(self, setup: Setup, trace: Trace | None = None) -> None:
+        self.setup = setup
         self.trace = trace
-        self.rng = random.Random(seed)
-        self.setup = Setup.draw(self.rng) if setup is None else setup
-        config = self.setup.config
+        config = setup.config
         self.model = OracleModel()
         self.target = OracleExecutor(self.model, config.max_model_len)
         self.target.allocate_kv(config.num_kv_blocks, config.block_size)
@@ -123,7 +122,6 @@ class Simulation:
         self.num_steps = 0
         self.num_finished = 0
         self.checker = Checker(self.engine)
-        self._num_requests = 0
 
     def _drafter(self) -> Drafter | None:
         speculative = self.setup.config.speculative
@@ -136,24 +134,10 @@ class Simulation:
         self.draft.allocate_kv(config.num_kv_blocks, config.block_size)
         return DraftModelDrafter(self.draft)
 
-    def run(self, num_steps: int) -> None:
-        """Run, then let everything end, and see that nothing is left."""
-        try:
-            for _ in range(num_steps):
-                self._events()
-                self.step()
-            self.drain()
-        except Violation:
-            raise
-        except Exception as error:
-            raise Violation(f"{type(error).__name__}: {error}") from error
-        finally:
-            self.engine.close()
-
     def drain(self) -> None:
         """Close all input, let everything finish, and check that every block is free."""
         for client in list(self.clients.values()):
-            self._end_input(client)
+            self.end_input(client)
         for _ in range(20_000):
             if not self.engine.has_unfinished_requests():
                 break
@@ -162,54 +146,19 @@ class Simulation:
         stats = self.engine.stats
         require(stats.num_free_blocks == stats.num_kv_blocks, "blocks leaked")
 
-    # --- events -----------------------------------------------------------------------------------------------
+    # --- what users do ----------------------------------------------------------------------------------------
 
-    def _events(self) -> None:
-        rng = self.rng
-        if rng.random() < 0.25 and len(self.clients) < 12:
-            self._arrive()
-        clients = list(self.clients.values())
-        if clients and rng.random() < 0.25:
-            client = rng.choice(clients)
-            event = rng.random()
-            if event < 0.1:
-                self.engine.abort_request(client.request_id)
-                del self.clients[client.request_id]
-            elif client.resumable and client.input_open:
-                if event < 0.2:
-                    self._end_input(client)
-                elif event < 0.35:
-                    self._truncate(client)
-                elif event < 0.45 and len(self.clients) < 12:
-                    self._fork(client)
-                else:
-                    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-                        self._send_chunk(client)
-        if rng.random() < 0.01:
-            self.engine.reset_prefix_cache()
-        if self.setup.faults and rng.random() < 0.02:
-            if rng.random() < 0.5:
-                self.target.fail_next = True
-            else:
-                self.target.nan_next = True
-
-    def _arrive(self) -> None:
-        rng = self.rng
-        self._num_requests += 1
-        request_id = f"r{self._num_requests}"
-        resumable = rng.random() < 0.4
-        keep = rng.choice(("computed", "all"))
-        prompt = self._prompt(rng.randint(1, self.setup.config.max_model_len - 1))
-        params = None if resumable and rng.random() < 0.3 else self._params(resumable)
-        config = self.setup.config
-        client = Client(
-            request_id,
-            PlainSession(self.model, EOS, config.max_model_len, keep),
-            resumable,
-            input_open=resumable,
-        )
-        priority = rng.randint(0, 2)
-        salt = rng.choice((None, None, "salt"))
+    def arrive(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams | None,
+        *,
+        resumable: bool,
+        keep: Keep = "computed",
+        priority: int = 0,
+        salt: str | None = None,
+    ) -> None:
         self.checker.salts[request_id] = salt
         self.engine.add_request(
             request_id,
@@ -220,40 +169,18 @@ class Simulation:
             resumable=resumable,
             keep=keep,
         )
+        plain = PlainSession(self.model, EOS, self.setup.config.max_model_len, keep)
+        client = Client(request_id, plain, resumable, input_open=resumable)
         self.clients[request_id] = client
         client.chunks.append((prompt, params))
         client.begin()
 
-    def _prompt(self, length: int) -> list[int]:
-        """A few families of prompts, so that prefixes are shared and n-grams repeat."""
-        rng = self.rng
-        family = rng.randint(0, 2)
-        ids = [(i * (family + 1)) % 9 + 2 for i in range(length)]
-        if rng.random() < 0.5:
-            ids[rng.randrange(length)] = rng.randint(2, 31)
-        return ids
+    def abort(self, client: Client) -> None:
+        self.engine.abort_request(client.request_id)
+        del self.clients[client.request_id]
 
-    def _params(self, resumable: bool) -> SamplingParams:
-        rng = self.rng
-        max_tokens = rng.choice((1, 2, 3, 8, 20, None))
-        min_tokens = rng.choice((0, 0, 0, 1, 2, 5))
-        return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
-            temperature=rng.choice((0.0, 0.0, 1.0)),
-            seed=rng.randint(0, 3),
-            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
-            logit_bias=rng.choice((None, None, {5: 1.0})),
-            stop_token_ids=rng.choice((None, [3], [8, 9])),
-            ignore_eos=rng.random() < 0.3,
-            logprobs=rng.choice((None, 0, 2)),
-            prompt_logprobs=None if resumable else rng.choice((None, None, None, 1)),
-        )
-
-    def _send_chunk(self, client: Client) -> None:
-        length = self.rng.choice((0, 1, 1, 2, 5, 9))
-        ids = self._prompt(length) if length else []
-        params = None if self.rng.random() < 0.3 else self._params(resumable=True)
+    def send_chunk(self, client: Client, ids: list[int], params: SamplingParams | None) -> None:
+        """Nothing is sent when the user can know that it would be refused."""
         if not client.is_waiting:
             room = self.setup.config.max_model_len - (params is not None)
             if len(client.plain.history) + len(ids) > room or not (client.plain.history or ids):
@@ -262,10 +189,10 @@ class Simulation:
         client.chunks.append((ids, params))
         client.begin()
 
-    def _truncate(self, client: Client) -> None:
+    def truncate(self, client: Client, num_dropped: int) -> None:
         """Revise or interrupt: also in the middle of a turn, with steps in flight."""
         known = len(self.engine.requests[client.request_id].timeline.tokens)
-        num_tokens = known - min(known, self.rng.choice((0, 0, 1, 2, 5, 20)))
+        num_tokens = known - min(known, num_dropped)
         self.engine.truncate(client.request_id, num_tokens)
         in_turn = client.expected is not None
         client.num_interrupts += in_turn
@@ -273,12 +200,10 @@ class Simulation:
         client.chunks.clear()
         client.expected = client.got = None
 
-    def _fork(self, client: Client) -> None:
+    def fork(self, client: Client, request_id: str, num_dropped: int) -> None:
         """Another request from a point of this one's history."""
         known = len(self.engine.requests[client.request_id].timeline.tokens)
-        num_tokens = known - min(known, self.rng.choice((0, 0, 1, 3)))
-        self._num_requests += 1
-        request_id = f"r{self._num_requests}"
+        num_tokens = known - min(known, num_dropped)
         self.engine.fork(client.request_id, request_id, num_tokens)
         self.checker.salts[request_id] = self.checker.salts[client.request_id]
         plain = client.plain
@@ -287,7 +212,7 @@ class Simulation:
         fork.full = list(fork.history)
         self.clients[request_id] = Client(request_id, fork, resumable=True)
 
-    def _end_input(self, client: Client) -> None:
+    def end_input(self, client: Client) -> None:
         if client.input_open:
             client.input_open = False
             self.engine.end_input(client.request_id)
@@ -348,6 +273,105 @@ class Simulation:
             require(self.setup.faults and injected, f"{client.request_id}: {message}")
         require(output.finished, "an error is the end")
         del self.clients[client.request_id]
+
+
+class Simulation(World):
+    """A world in which everything happens at random, from one seed."""
+
+    def __init__(self, seed: int, setup: Setup | None = None, trace: Trace | None = None) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        super().__init__(Setup.draw(self.rng) if setup is None else setup, trace)
+        self._num_requests = 0
+
+    def run(self, num_steps: int) -> None:
+        """Run, then let everything end, and see that nothing is left."""
+        try:
+            for _ in range(num_steps):
+                self._events()
+                self.step()
+            self.drain()
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.engine.close()
+
+    def _events(self) -> None:
+        rng = self.rng
+        if rng.random() < 0.25 and len(self.clients) < 12:
+            self._arrive()
+        clients = list(self.clients.values())
+        if clients and rng.random() < 0.25:
+            client = rng.choice(clients)
+            event = rng.random()
+            if event < 0.1:
+                self.abort(client)
+            elif client.resumable and client.input_open:
+                if event < 0.2:
+                    self.end_input(client)
+                elif event < 0.35:
+                    self.truncate(client, rng.choice((0, 0, 1, 2, 5, 20)))
+                elif event < 0.45 and len(self.clients) < 12:
+                    self.fork(client, self._next_id(), rng.choice((0, 0, 1, 3)))
+                else:
+                    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+                        self._send_chunk(client)
+        if rng.random() < 0.01:
+            self.engine.reset_prefix_cache()
+        if self.setup.faults and rng.random() < 0.02:
+            if rng.random() < 0.5:
+                self.target.fail_next = True
+            else:
+                self.target.nan_next = True
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"r{self._num_requests}"
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        request_id = self._next_id()
+        resumable = rng.random() < 0.4
+        keep: Keep = rng.choice(("computed", "all"))
+        prompt = self._prompt(rng.randint(1, self.setup.config.max_model_len - 1))
+        params = None if resumable and rng.random() < 0.3 else self._params(resumable)
+        priority = rng.randint(0, 2)
+        salt = rng.choice((None, None, "salt"))
+        self.arrive(request_id, prompt, params, resumable=resumable, keep=keep, priority=priority, salt=salt)
+
+    def _prompt(self, length: int) -> list[int]:
+        """A few families of prompts, so that prefixes are shared and n-grams repeat."""
+        rng = self.rng
+        family = rng.randint(0, 2)
+        ids = [(i * (family + 1)) % 9 + 2 for i in range(length)]
+        if rng.random() < 0.5:
+            ids[rng.randrange(length)] = rng.randint(2, 31)
+        return ids
+
+    def _params(self, resumable: bool) -> SamplingParams:
+        rng = self.rng
+        max_tokens = rng.choice((1, 2, 3, 8, 20, None))
+        min_tokens = rng.choice((0, 0, 0, 1, 2, 5))
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
+            temperature=rng.choice((0.0, 0.0, 1.0)),
+            seed=rng.randint(0, 3),
+            frequency_penalty=rng.choice((0.0, 0.0, 0.5)),
+            logit_bias=rng.choice((None, None, {5: 1.0})),
+            stop_token_ids=rng.choice((None, [3], [8, 9])),
+            ignore_eos=rng.random() < 0.3,
+            logprobs=rng.choice((None, 0, 2)),
+            prompt_logprobs=None if resumable else rng.choice((None, None, None, 1)),
+        )
+
+    def _send_chunk(self, client: Client) -> None:
+        length = self.rng.choice((0, 1, 1, 2, 5, 9))
+        ids = self._prompt(length) if length else []
+        params = None if self.rng.random() < 0.3 else self._params(resumable=True)
+        self.send_chunk(client, ids, params)
 
 
 def run_seed(seed: int, num_steps: int) -> int:
