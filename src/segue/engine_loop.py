@@ -324,12 +324,12 @@ class EngineLoop:
         self._die(error)
 
     def _carry_out_commands(self) -> None:
-        """All that are queued. Waits for one if there is nothing else to do."""
+        """Those that are queued. Waits for one if there is nothing else to do."""
         if not self.client.has_unfinished_requests():
             with contextlib.suppress(queue.Empty):
                 self._commands.get(timeout=IDLE_CHECK_S if self._routes else None)()
-        with contextlib.suppress(queue.Empty):
-            while not self._closing:
+        for _ in range(self._commands.qsize()):  # those that come meanwhile must not hold up the step
+            if not self._closing:
                 self._commands.get_nowait()()
 
     def _carry_out(self, channel: Channel, command: Callable[[], None]) -> None:

@@ -416,6 +416,17 @@ def test_a_script_without_a_main_guard_from_a_thread_and_never_closed(tiny_path:
     wait_until_gone(pid)
 
 
+def test_a_fork_of_the_parent_that_exits_leaves_it_alone(tiny_path: Path) -> None:
+    more = """
+pid = os.fork() or sys.exit(0)
+assert os.waitpid(pid, 0) == (pid, 0)
+llm.generate("the hen", SamplingParams(max_tokens=3))
+"""
+    with run_script(more, tiny_path) as script:
+        _, err = script.communicate(timeout=30)
+    assert (script.returncode, err) == (0, "")
+
+
 @pytest.mark.parametrize(
     "end",
     [

@@ -327,6 +327,7 @@ class _Child:
 
     def __init__(self) -> None:
         """Starts it. Raises EngineDead if that fails."""
+        self._parent_pid = os.getpid()
         with contextlib.ExitStack() as undo:
             try:
                 self._directory = _private_directory()
@@ -369,9 +370,10 @@ class _Child:
             return None
         if code >= 0:
             return f"the engine's process ended with exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f"the engine's process was ended by {signal.Signals(-code).name}"
-        return f"the engine's process was ended by signal {-code}"
+        if -code == signal.SIGKILL:
+            return "the engine's process was ended by SIGKILL; if nobody sent it, memory ran out"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"the engine's process was ended by {known.get(-code, f'signal {-code}')}"
 
     def kill(self) -> str:
         """Makes an end, if it has not come by itself. Returns how it ended."""
@@ -389,6 +391,8 @@ class _Child:
 
     def close(self) -> None:
         """Ends it: the end of its stdin is its sign to exit at once."""
+        if os.getpid() != self._parent_pid:
+            return  # in a fork of the parent, whose copy of this is of no use
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
