@@ -487,7 +487,7 @@ class Worker {
         const SamplingSpec* spec = wanted.sampled ? seq.sampling.get() : nullptr;
         int32_t greedy = -1;
         bool finite;
-        if (spec != nullptr && draws_greedily(*spec, wanted.position + 1)) {
+        if (spec != nullptr && draws_greedily(*spec, wanted.position + 1) && mask_of(wanted, seq).empty()) {
             greedy = kernels_.argmax(logits.data(), static_cast<int>(logits.size()));
             finite = greedy >= 0;
         } else {
@@ -514,9 +514,24 @@ class Worker {
         return {std::numeric_limits<float>::quiet_NaN(), 1, {}, {}};
     }
 
+    // Which ids the row may draw; empty: all.
+    static std::span<const uint8_t> mask_of(const WantedRow& wanted, const SequenceInput& seq) {
+        if (seq.masks.empty()) return {};
+        return seq.masks[static_cast<size_t>(wanted.num_drafts)];
+    }
+
     int32_t draw(const WantedRow& wanted, const SequenceInput& seq, const SamplingSpec& spec,
                  std::span<const float> logits) {
-        const size_t known = seq.history.empty() ? 0 : seq.history.size() - static_cast<size_t>(seq.num_drafts - wanted.num_drafts);
+        const size_t later_drafts = static_cast<size_t>(seq.num_drafts - wanted.num_drafts);
+        const size_t known = seq.history.empty() ? 0 : seq.history.size() - later_drafts;
+        const std::span<const uint8_t> mask = mask_of(wanted, seq);
+        if (!mask.empty()) {
+            work_.masked.assign(logits.begin(), logits.end());
+            for (size_t id = 0; id < logits.size(); ++id) {
+                if ((mask[id / 8] >> (id % 8) & 1) == 0) work_.masked[id] = -std::numeric_limits<float>::infinity();
+            }
+            logits = work_.masked;
+        }
         return sample_row(logits, spec, wanted.position + 1, {seq.history.data(), known}, work_.sampling);
     }
 
@@ -610,7 +625,7 @@ void Model::logits(const std::vector<int32_t>& tokens, float* out) {
         input.tokens.assign(tokens.begin() + first, tokens.begin() + first + rows);
         input.blocks = {0};
         input.sequences.push_back({.start = first, .first_input = 0, .num_inputs = rows, .num_drafts = 0,
-                                   .first_block = 0, .sampling = nullptr, .history = {}});
+                                   .first_block = 0, .sampling = nullptr, .history = {}, .masks = {}});
         execute(input, kv, out + static_cast<size_t>(first) * static_cast<size_t>(sizes_.vocab_size));
     }
 }

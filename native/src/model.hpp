@@ -121,6 +121,7 @@ struct Workspace {
     Activations activations;
     Buffer<float> attention;
     std::vector<float> sampling;
+    std::vector<float> masked;  // a row of logits without the ids that a mask excludes
 };
 
 class Model {

@@ -20,6 +20,8 @@ struct SequenceInput {
     int first_block;  // into StepInput.blocks
     std::shared_ptr<const SamplingSpec> sampling;  // null: nothing is sampled
     std::vector<int32_t> history;  // ids at positions [0, start + tokens), where sampling needs them; then the drafts
+    // By sampled row: bit i % 8 of byte i / 8 says whether id i may be drawn; no bytes: all may. No rows: all may.
+    std::vector<std::vector<uint8_t>> masks;
     int first_target = 0;  // into StepInput.targets
     int num_targets = 0;
     int num_prompt_logprobs = 0;

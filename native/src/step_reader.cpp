@@ -83,6 +83,7 @@ std::vector<int32_t> read_history(nb::handle history, int size, int vocab_size) 
 struct SeqNames {
     Name start{"start"}, tokens{"tokens"}, blocks{"blocks"}, drafts{"drafts"}, after{"after"}, sampling{"sampling"};
     Name history{"history"}, prompt_targets{"prompt_targets"}, num_prompt_logprobs{"num_prompt_logprobs"};
+    Name masks{"masks"};
 };
 
 struct SamplingNames {
@@ -123,6 +124,20 @@ SamplingSpec read_sampling(nb::handle sampling, int vocab_size) {
 
 bool needs_history(const SamplingSpec& spec) {
     return spec.repetition_penalty != 1.0f || spec.presence_penalty != 0.0f || spec.frequency_penalty != 0.0f;
+}
+
+std::vector<std::vector<uint8_t>> read_masks(nb::handle rows, int num_rows, int vocab_size) {
+    std::vector<std::vector<uint8_t>> masks;
+    for_each(rows, [&](nb::handle row) {
+        std::vector<uint8_t>& mask = masks.emplace_back();
+        if (row.is_none()) return;
+        const nb::bytes bytes = nb::cast<nb::bytes>(row);
+        if (bytes.size() * 8 < static_cast<size_t>(vocab_size)) refuse("masks: too few bits for the vocabulary");
+        const auto* begin = static_cast<const uint8_t*>(bytes.data());
+        mask.assign(begin, begin + bytes.size());
+    });
+    if (!masks.empty() && masks.size() != static_cast<size_t>(num_rows)) refuse("masks: one for each sampled row");
+    return masks;
 }
 
 nb::tuple to_python(const TokenLogprobs& row) {
@@ -180,6 +195,7 @@ void StepReader::read_sequence(nb::handle seq, const Model& model, StepInput& in
             const auto drafts = input.tokens.end() - s.num_drafts;
             s.history.insert(s.history.end(), drafts, input.tokens.end());
         }
+        s.masks = read_masks(get(seq, names.masks), 1 + s.num_drafts, vocab_size);
     }
     input.sequences.push_back(std::move(s));
 }

@@ -13,7 +13,7 @@ namespace segue {
 namespace {
 
 constexpr int kTileRows = 16;  // storing a tile takes as long with fewer
-constexpr int kMinRows = 5;    // fewer rows are faster without tiles
+constexpr int kMinRows = 12;   // fewer rows are faster without tiles
 constexpr int kMaxGroups = 48;  // groups of a panel that are unpacked at once; they stay in L1
 constexpr int kMaxRows = 128;  // rows whose accumulators wait while the next groups are unpacked
 constexpr int kBatch = 2;      // groups whose dots are stored before they are added: loads then find them in L1
@@ -137,7 +137,10 @@ void amx_panel(const LinearArgs& a, int panel, AmxScratch& s) {
     const uint8_t* block = a.w.data + static_cast<size_t>(panel) * a.w.panel_bytes;
     for (int begin = 0; begin < a.quant.groups; begin += kMaxGroups) {
         const int end = begin + kMaxGroups < a.quant.groups ? begin + kMaxGroups : a.quant.groups;
-        for (int g = 0; g < end - begin; ++g, block += block_bytes) unpack_group<format>(block, s.groups[g]);
+        for (int g = 0; g < end - begin; ++g, block += block_bytes) {
+            unpack_group<format>(block, s.groups[g]);
+            prefetch_next_panel<block_bytes>(block, a.w.panel_bytes);
+        }
         asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read memory
         for (int row = a.row_begin; row < a.row_end; row += kTileRows) {
             const int rows = a.row_end - row < kTileRows ? a.row_end - row : kTileRows;

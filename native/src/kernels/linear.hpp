@@ -72,6 +72,12 @@ inline void store_outputs(float* out, int left, typename V::F acc, bool accumula
     }
 }
 
+// Asks for the block that is one panel further, while this one is worked on.
+template <size_t block_bytes>
+[[gnu::always_inline]] inline void prefetch_next_panel(const uint8_t* block, size_t panel_bytes) {
+    for (size_t line = 0; line < block_bytes; line += 64) __builtin_prefetch(block + panel_bytes + line);
+}
+
 // MR rows of one row block by `lanes` outputs of one panel, from output `first` on.
 template <class V, class Format, int MR>
 void quant_tile(const LinearArgs& a, int panel, int first, int row) {
@@ -87,7 +93,9 @@ void quant_tile(const LinearArgs& a, int panel, int first, int row) {
 
     F acc[MR];
     unroll<MR>([&](auto m) { acc[m] = V::zero(); });
+    const bool prefetch = first == 0 && row == a.row_begin;
     for (int g = 0; g < groups; ++g) {
+        if (prefetch) prefetch_next_panel<Format::block_bytes>(block, a.w.panel_bytes);
         typename V::Dot dot[MR];
         unroll<MR>([&](auto m) { dot[m] = Format::begin(isum[m]); });
         Format::template dots<MR>(block, first, q, dot);
