@@ -20,6 +20,7 @@ from segue.server.errors import error_response, on_not_found, on_wrong_method
 from segue.server.events import CLIENT_CLOSED_REQUEST
 from segue.server.info import Model, ModelList, Version, get_model, health, list_models, metrics, version
 from segue.server.openapi import Endpoint, openapi_json
+from segue.server.responses import AnyEvent, ResponseObject, ResponsesRequest, create_response
 from segue.server.serving import Serving
 from segue.server.tokens import (
     DetokenizeRequest,
@@ -50,6 +51,15 @@ ENDPOINTS = (
         body=CompletionRequest,
         answer=Completion,
         chunk=Completion,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/responses",
+        create_response,
+        "Answer a conversation, in OpenAI's newer form",
+        body=ResponsesRequest,
+        answer=ResponseObject,
+        chunk=AnyEvent,
     ),
     Endpoint("GET", "/v1/models", list_models, "The models that are served", answer=ModelList),
     Endpoint("GET", "/v1/models/{model}", get_model, "One of them", answer=Model),

@@ -19,14 +19,23 @@ from segue.server.errors import fields_named
 from segue.server.events import EventStream, json_when_done, until_done
 from segue.server.logprobs import ChatLogprobs, Entry, LogprobWriter, PromptLogprob, prompt_logprobs
 from segue.server.prompts import encode_messages, truncated
-from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, Count, SamplingFields
+from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, CompletionFields, Count
 from segue.server.serving import SYSTEM_FINGERPRINT, Serving, new_id, serving_of
 from segue.server.tokens import CHAT_TEMPLATE
-from segue.server.tools.calls import CallReader, Tool, ToolCall, ToolCallDelta, ToolChoice, ToolUse
+from segue.server.tools.calls import (
+    CallReader,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolChoice,
+    ToolUse,
+    calls_of,
+    content_of,
+)
 from segue.server.usage import Usage
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+class ChatRequest(CompletionFields, kw_only=True):
     """OpenAI's fields of a chat completion, and vLLM's."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -76,14 +85,14 @@ class ChatRequest(SamplingFields, kw_only=True):
         """Raises ParameterError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ParameterError("top_logprobs", self.top_logprobs, "needs logprobs=true")
-        if self.stream and self.prompt_logprobs is not None:
-            raise ParameterError("prompt_logprobs", self.prompt_logprobs, "is not for stream=true")
+        self.check_stream_fields()
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         with fields_named({"max_tokens": limit, "logprobs": "top_logprobs"}):
             return self.params(
                 max_tokens=self.answer_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
                 prompt_logprobs=self.prompt_logprobs,
+                n=self.n,
             )
 
 
@@ -199,8 +208,8 @@ class _Writer:
     def _choice(self, answer: CompletionOutput) -> ChatChoice:
         content, calls = self._echo + answer.text, []
         if (reader := self._tools.reader()) is not None:
-            reader.push(answer.text, is_last=True)
-            content, calls = reader.content, reader.calls
+            content = content_of(reader.push(answer.text, is_last=True))
+            calls = reader.calls
         message = AnswerMessage(content=content)
         if calls:
             message.content = content or None
@@ -239,9 +248,9 @@ class _Writer:
         is_last = delta.finish_reason is not None
         message = MessageDelta(content=delta.text)
         if reader is not None:
-            content, calls = reader.push(delta.text, is_last=is_last)
-            message.content = content or UNSET
-            message.tool_calls = calls or UNSET
+            added = reader.push(delta.text, is_last=is_last)
+            message.content = content_of(added) or UNSET
+            message.tool_calls = calls_of(added) or UNSET
         choice = ChatChunkChoice(
             index=delta.index, delta=message, logprobs=self._chat_logprobs(delta.token_ids, delta.logprobs)
         )

@@ -28,8 +28,8 @@ from segue.server.sampling import (
     IGNORED_SAMPLING,
     MAX_ANSWERS,
     UNSUPPORTED_SAMPLING,
+    CompletionFields,
     Count,
-    SamplingFields,
 )
 from segue.server.serving import SYSTEM_FINGERPRINT, Serving, new_id, serving_of
 from segue.server.usage import Usage
@@ -37,7 +37,7 @@ from segue.server.usage import Usage
 DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionRequest(SamplingFields, kw_only=True):
+class CompletionRequest(CompletionFields, kw_only=True):
     """OpenAI's fields of a completion, and vLLM's."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -60,12 +60,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     def sampling_params(self) -> SamplingParams:
         """Raises ParameterError."""
-        if self.stream and self.prompt_logprobs is not None:
-            raise ParameterError("prompt_logprobs", self.prompt_logprobs, "is not for stream=true")
+        self.check_stream_fields()
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         echoed = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         return self.params(
-            max_tokens=1 if self.is_only_echo else max_tokens, logprobs=self.logprobs, prompt_logprobs=echoed
+            max_tokens=1 if self.is_only_echo else max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=echoed,
+            n=self.n,
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from segue.errors import CapacityError, ParameterError
 from segue.llm import Message
 from segue.prompts import EncodedPrompt
-from segue.server.sampling import SamplingFields
+from segue.server.sampling import CompletionFields
 from segue.server.serving import Serving
 from segue.tokens.chat import encode_chat, encode_head
 
@@ -24,7 +24,7 @@ Prompts = str | list[str | int | list[int]]
 
 
 async def encode_prompts(
-    serving: Serving, prompts: Prompts, body: SamplingFields, *, add_special_tokens: bool, room: int
+    serving: Serving, prompts: Prompts, body: CompletionFields, *, add_special_tokens: bool, room: int
 ) -> list[EncodedPrompt]:
     """A completion's prompts. `room` is how many tokens of an answer are to fit behind each.
 

@@ -44,10 +44,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(RequestBody, kw_only=True):
-    """Fields that completions and chat completions share."""
+    """Fields that every endpoint that generates has."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -62,32 +61,18 @@ class SamplingFields(RequestBody, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    prompt_logprobs: Count | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Keep only so many tokens of the prompt's end; -1: as many as fit."""
     priority: Int | None = None
     cache_salt: Annotated[str, Meta(max_length=512)] | None = None
     request_id: Annotated[str, Meta(max_length=256)] | None = None
-    return_tokens_as_token_ids: bool | None = None
-    """Logprobs name tokens "token_id:42"."""
-    return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
 
-    @property
-    def num_answers(self) -> int:
-        """To each prompt."""
-        return self.n or 1
+    def params(self, *, max_tokens: int | None, logprobs: int | None, **others: Any) -> SamplingParams:
+        """With what the endpoints name each in its own way; None leaves `others` at their defaults.
 
-    def params(
-        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
-    ) -> SamplingParams:
-        """Raises ParameterError."""
-        if self.stream_options is not None and not self.stream:
-            raise ParameterError("stream_options", {}, "is only for stream=true")
+        Raises ParameterError.
+        """
         given: dict[str, Any] = {
-            "n": self.n,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -104,11 +89,31 @@ class SamplingFields(RequestBody, kw_only=True):
             "min_tokens": self.min_tokens,
             "skip_special_tokens": self.skip_special_tokens,
             "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
+            **others,
         }
         return SamplingParams(
             max_tokens=max_tokens, **{name: value for name, value in given.items() if value is not None}
         )
+
+
+class CompletionFields(SamplingFields, kw_only=True):
+    """Fields that completions and chat completions share."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    prompt_logprobs: Count | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Keep only so many tokens of the prompt's end; -1: as many as fit."""
+    return_tokens_as_token_ids: bool | None = None
+    """Logprobs name tokens "token_id:42"."""
+    return_token_ids: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def check_stream_fields(self) -> None:
+        """Raises ParameterError for what goes only with, or only without, a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise ParameterError("stream_options", "…", "is only for stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", self.prompt_logprobs, "is not for stream=true")
 
     @property
     def include_usage(self) -> bool:

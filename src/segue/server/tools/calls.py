@@ -2,12 +2,14 @@
 
 import secrets
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from segue.errors import ParameterError, RequestFailed
+from segue.errors import ParameterError
+from segue.server.errors import HttpError
 from segue.server.options import ToolFormat
 from segue.server.serving import Serving
 from segue.server.tools.formats import NEED_SPECIAL_TOKENS, READERS
@@ -121,19 +123,11 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.format is None else CallReader(self, self.format)
 
     def check(self, names: Sequence[str]) -> None:
-        """Raises RequestFailed when an answer has not called (by these names) what it had to."""
+        """Raises HttpError when an answer has not called (by these names) what it had to."""
         if self.required and not names:
-            raise ToolNotCalled(
-                "the model called no tool, which tool_choice asks for: ask again, or change the prompt"
-            )
+            raise _not_called("the model called no tool, which tool_choice asks for")
         if self.name is not None and any(name != self.name for name in names):
-            raise ToolNotCalled(
-                f"the model called {names[0]!r} and not {self.name!r}, which tool_choice asks for"
-            )
-
-
-class ToolNotCalled(RequestFailed):
-    """The model did not do what `tool_choice` asks for."""
+            raise _not_called(f"the model called {names[0]!r}; tool_choice asks for {self.name!r}")
 
 
 class CallReader:
@@ -143,29 +137,27 @@ class CallReader:
         self._use = use
         self._format = format
         self._reader = READERS[format]([tool.function.name for tool in use.tools])
-        self.content = ""
-        """All of it so far."""
         self.calls: list[ToolCall] = []
+        """So far."""
 
-    def push(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCallDelta]]:
-        """What more text adds: content, and parts of calls. Raises ToolNotCalled at the end."""
+    def push(self, text: str, *, is_last: bool) -> list[Content | ToolCallDelta]:
+        """What more text adds, in order. Raises ToolNotCalled at the end."""
         pieces = self._reader.push(text)
         if is_last:
             pieces += self._reader.finish()
-        added = ""
-        deltas: list[ToolCallDelta] = []
-        for piece in pieces:
-            if isinstance(piece, Content):
-                added += piece.text
-            elif self._use.parallel or piece.index == 0:
-                deltas.append(self._call_delta(piece))
-        self.content += added
+        added = [
+            self._added(piece)
+            for piece in pieces
+            if isinstance(piece, Content) or self._use.parallel or piece.index == 0
+        ]
         if is_last:
             self._use.check([call.function.name for call in self.calls])
-        return added, deltas
+        return added
 
-    def _call_delta(self, piece: Piece) -> ToolCallDelta:
+    def _added(self, piece: Piece) -> Content | ToolCallDelta:
         match piece:
+            case Content():
+                return piece
             case CallStart():
                 call = ToolCall(id=self._new_id(), function=FunctionCall(name=piece.name, arguments=""))
                 self.calls.append(call)
@@ -174,8 +166,6 @@ class CallReader:
             case CallArguments():
                 self.calls[piece.index].function.arguments += piece.text
                 return ToolCallDelta(index=piece.index, function=FunctionCallDelta(arguments=piece.text))
-            case Content():
-                raise AssertionError("content is no call")
 
     def _new_id(self) -> str:
         if self._format == "mistral":
@@ -185,3 +175,20 @@ class CallReader:
 
 def _shown(choice: ToolChoice | None) -> object:
     return choice.function.name if isinstance(choice, NamedToolChoice) else choice
+
+
+def _not_called(message: str) -> HttpError:
+    return HttpError(
+        f"{message}: ask again with another prompt or seed",
+        status=HTTPStatus.UNPROCESSABLE_ENTITY,
+        param="tool_choice",
+        code="tool_not_called",
+    )
+
+
+def content_of(added: Sequence[Content | ToolCallDelta]) -> str:
+    return "".join(each.text for each in added if isinstance(each, Content))
+
+
+def calls_of(added: Sequence[Content | ToolCallDelta]) -> list[ToolCallDelta]:
+    return [each for each in added if isinstance(each, ToolCallDelta)]

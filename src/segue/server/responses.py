@@ -1,0 +1,560 @@
+"""POST /v1/responses: OpenAI's newer form of a conversation. Text and function calls; nothing is stored.
+
+The answer is built by its events: what is not streamed is the last event's response.
+"""
+
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from segue.errors import ParameterError
+from segue.outputs import Delta
+from segue.prompts import EncodedPrompt
+from segue.sample.params import SamplingParams
+from segue.server.answers import Answers
+from segue.server.body import Unsupported, read_body
+from segue.server.errors import error_of, fields_named
+from segue.server.events import EventStream, json_when_done, named_event
+from segue.server.logprobs import LogprobWriter, TokenLogprob
+from segue.server.prompts import encode_messages
+from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, Count, SamplingFields
+from segue.server.serving import Serving, new_id, serving_of
+from segue.server.tools.calls import (
+    FunctionDefinition,
+    FunctionName,
+    NamedToolChoice,
+    Tool,
+    ToolCallDelta,
+    ToolChoice,
+    ToolUse,
+)
+from segue.server.tools.reader import Content
+from segue.server.usage import Usage
+
+LOGPROBS = "message.output_text.logprobs"
+"""In `include`: the answer's logprobs."""
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, object] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    name: str
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    """OpenAI's fields of a response, and vLLM's for sampling."""
+
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **UNSUPPORTED_SAMPLING,
+        "previous_response_id": Unsupported("nothing is stored here; send the conversation as input"),
+        "conversation": Unsupported("nothing is stored here; send the conversation as input"),
+        "background": Unsupported("is not supported", (False,)),
+        "prompt": Unsupported("prompt templates are not supported; use instructions and input"),
+        "text": Unsupported(
+            "only plain text is supported", ({}, {"format": {"type": "text"}}, {"format": None})
+        ),
+        "truncation": Unsupported("is not supported; shorten the input", ("disabled",)),
+    }
+    ignored: ClassVar[frozenset[str]] = IGNORED_SAMPLING | {
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning",
+        "max_tool_calls",
+        "stream_options",
+    }
+
+    input: str | list[dict[str, object]]
+    """A text, or messages, function calls and their outputs."""
+    instructions: str | None = None
+    """What the model is told first."""
+    max_output_tokens: Count | None = None
+    """Left out: as many as fit."""
+    include: list[str] | None = None
+    top_logprobs: Count | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """Raises ParameterError."""
+        wants_logprobs = LOGPROBS in (self.include or ())
+        with fields_named({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}):
+            return self.params(
+                max_tokens=self.max_output_tokens,
+                logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+            )
+
+
+# --- the response ---------------------------------------------------------------------------------------------
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    text: str = ""
+    annotations: list[dict[str, object]] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    status: Status = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: Status = "in_progress"
+
+
+Item = MessageItem | FunctionCallItem
+
+
+class InputTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int
+
+
+class OutputTokensDetails(msgspec.Struct, kw_only=True):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct, kw_only=True):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, kw_only=True):
+    reason: str
+
+
+class PlainText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    pass
+
+
+class TextSettings(msgspec.Struct, frozen=True):
+    format: PlainText = PlainText()
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Status = "in_progress"
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[Item] = []
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: None = None
+    store: bool = False
+    temperature: float
+    text: TextSettings = TextSettings()
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction
+    tools: list[FunctionTool]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+
+
+# --- events ---------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, kw_only=True, tag_field="type"):
+    sequence_number: int = -1
+
+
+class ResponseEvent(Event, kw_only=True):
+    response: ResponseObject
+
+
+class Created(ResponseEvent, tag="response.created"):
+    pass
+
+
+class InProgress(ResponseEvent, tag="response.in_progress"):
+    pass
+
+
+class Completed(ResponseEvent, tag="response.completed"):
+    pass
+
+
+class Incomplete(ResponseEvent, tag="response.incomplete"):
+    pass
+
+
+class Failed(ResponseEvent, tag="response.failed"):
+    pass
+
+
+class ItemAdded(Event, kw_only=True, tag="response.output_item.added"):
+    output_index: int
+    item: Item
+
+
+class ItemDone(Event, kw_only=True, tag="response.output_item.done"):
+    output_index: int
+    item: Item
+
+
+class PartAdded(Event, kw_only=True, tag="response.content_part.added"):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: OutputText
+
+
+class PartDone(Event, kw_only=True, tag="response.content_part.done"):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    part: OutputText
+
+
+class TextDelta(Event, kw_only=True, tag="response.output_text.delta"):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    delta: str
+    logprobs: list[TokenLogprob]
+
+
+class TextDone(Event, kw_only=True, tag="response.output_text.done"):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    text: str
+    logprobs: list[TokenLogprob]
+
+
+class ArgumentsDelta(Event, kw_only=True, tag="response.function_call_arguments.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(Event, kw_only=True, tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
+AnyEvent = (
+    Created
+    | InProgress
+    | Completed
+    | Incomplete
+    | Failed
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | TextDelta
+    | TextDone
+    | ArgumentsDelta
+    | ArgumentsDone
+)
+
+
+# --- the endpoint ---------------------------------------------------------------------------------------------
+
+
+async def create_response(request: Request) -> Response:
+    body = await read_body(request, ResponsesRequest)
+    writer = await _Writer.start(serving_of(request), body)
+    if body.stream:
+        return EventStream(writer.stream())
+    return await json_when_done(request, writer.whole())
+
+
+class _Writer:
+    """One request's answer in the form of this endpoint."""
+
+    def __init__(
+        self, body: ResponsesRequest, response: ResponseObject, serving: Serving, answers: Answers
+    ) -> None:
+        self._body = body
+        self._answers = answers
+        self._response = response
+        self._logprobs = LogprobWriter(serving.llm.get_tokenizer(), as_ids=False)
+        self._tools = _tool_use(serving, body)
+        self._num_events = 0
+
+    @classmethod
+    async def start(cls, serving: Serving, body: ResponsesRequest) -> "_Writer":
+        """Raises what is wrong with the request."""
+        model = serving.check_model(body.model)
+        tools = _tool_use(serving, body)
+        params = body.sampling_params()
+        if tools.needs_special_tokens:
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        with fields_named({"text": "input", "messages": "input", "prompt_token_ids": "input"}):
+            ids = await encode_messages(serving, _messages(body), tools=tools.for_template)
+            prompt = EncodedPrompt(text=None, token_ids=ids, cache_salt=body.cache_salt)
+            answers = Answers(serving, [prompt], params, priority=body.priority or 0)
+        response = ResponseObject(
+            id=f"resp_{body.request_id}" if body.request_id else new_id("resp_"),
+            created_at=serving.now(),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=model,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            temperature=params.temperature,
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=params.top_p,
+        )
+        return cls(body, response, serving, answers)
+
+    async def whole(self) -> ResponseObject:
+        async with contextlib.aclosing(self._events()) as events:
+            async for _ in events:
+                pass
+        return self._response
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """An error becomes the response's."""
+        async with contextlib.aclosing(self._events()) as events:
+            try:
+                async for event in events:
+                    yield self._encode(event)
+            except Exception as error:
+                status, body = error_of(error)
+                self._response.status = "failed"
+                self._response.error = ResponseError(
+                    code=body.error.code or ("server_error" if status >= 500 else "invalid_prompt"),
+                    message=body.error.message,
+                )
+                yield self._encode(Failed(response=self._response))
+
+    def _encode(self, event: Event) -> bytes:
+        event.sequence_number = self._num_events
+        self._num_events += 1
+        name = type(event).__struct_config__.tag
+        assert isinstance(name, str)
+        return named_event(name, event)
+
+    async def _events(self) -> AsyncGenerator[Event, None]:
+        yield Created(response=self._response)
+        yield InProgress(response=self._response)
+        items = _Items(self._response.output)
+        reader = self._tools.reader()
+        async with contextlib.aclosing(self._answers.deltas()) as deltas:
+            async for delta in deltas:
+                is_last = delta.finish_reason is not None
+                logprobs = self._text_logprobs(delta)
+                added = [Content(delta.text)] if reader is None else reader.push(delta.text, is_last=is_last)
+                for each in added:
+                    for event in items.add(each, logprobs):
+                        yield event
+                    logprobs = []
+                if is_last:
+                    for event in items.finish("completed" if delta.finish_reason == "stop" else "incomplete"):
+                        yield event
+                    yield self._end(delta)
+
+    def _end(self, last: Delta) -> ResponseEvent:
+        response = self._response
+        response.usage = _usage(self._answers.usage)
+        if last.finish_reason == "stop":
+            response.status = "completed"
+            return Completed(response=response)
+        response.status = "incomplete"
+        reason = "max_output_tokens" if last.finish_reason == "length" else str(last.finish_reason)
+        response.incomplete_details = IncompleteDetails(reason=reason)
+        return Incomplete(response=response)
+
+    def _text_logprobs(self, delta: Delta) -> list[TokenLogprob]:
+        if delta.logprobs is None:
+            return []
+        return self._logprobs.chat(delta.token_ids, delta.logprobs, self._body.top_logprobs or 0).content
+
+
+class _Items:
+    """Grows the items of a response, the last of which is open, and tells by which events."""
+
+    def __init__(self, items: list[Item]) -> None:
+        self._items = items
+        self._is_open = False
+
+    def add(self, added: Content | ToolCallDelta, logprobs: list[TokenLogprob]) -> Iterator[Event]:
+        match added:
+            case Content():
+                if not self._is_open or not isinstance(self._items[-1], MessageItem):
+                    yield from self._open(MessageItem(id=new_id("msg_")))
+                if added.text or logprobs:
+                    yield self._add_text(added.text, logprobs)
+            case ToolCallDelta():
+                function = added.function
+                if isinstance(added.id, str) and isinstance(function.name, str):
+                    item = FunctionCallItem(id=new_id("fc_"), call_id=added.id, name=function.name)
+                    yield from self._open(item)
+                if isinstance(function.arguments, str) and function.arguments:
+                    yield self._add_arguments(function.arguments)
+
+    def finish(self, status: Status) -> Iterator[Event]:
+        """Closes the last item; an answer without any becomes an empty message."""
+        if not self._items:
+            yield from self._open(MessageItem(id=new_id("msg_")))
+        yield from self._close(status)
+
+    def _open(self, item: Item) -> Iterator[Event]:
+        yield from self._close("completed")
+        self._items.append(item)
+        self._is_open = True
+        yield ItemAdded(output_index=self._index, item=item)
+        if isinstance(item, MessageItem):
+            part = OutputText()
+            item.content.append(part)
+            yield PartAdded(item_id=item.id, output_index=self._index, part=part)
+
+    def _close(self, status: Status) -> Iterator[Event]:
+        if not self._is_open:
+            return
+        self._is_open = False
+        item, index = self._items[-1], self._index
+        item.status = status
+        match item:
+            case MessageItem():
+                (part,) = item.content
+                yield TextDone(item_id=item.id, output_index=index, text=part.text, logprobs=part.logprobs)
+                yield PartDone(item_id=item.id, output_index=index, part=part)
+            case FunctionCallItem():
+                yield ArgumentsDone(
+                    item_id=item.id, output_index=index, name=item.name, arguments=item.arguments
+                )
+        yield ItemDone(output_index=index, item=item)
+
+    @property
+    def _index(self) -> int:
+        return len(self._items) - 1
+
+    def _add_text(self, text: str, logprobs: list[TokenLogprob]) -> Event:
+        item = self._items[-1]
+        assert isinstance(item, MessageItem)
+        (part,) = item.content
+        part.text += text
+        part.logprobs += logprobs
+        return TextDelta(item_id=item.id, output_index=self._index, delta=text, logprobs=logprobs)
+
+    def _add_arguments(self, text: str) -> Event:
+        item = self._items[-1]
+        assert isinstance(item, FunctionCallItem)
+        item.arguments += text
+        return ArgumentsDelta(item_id=item.id, output_index=self._index, delta=text)
+
+
+# --- the request ----------------------------------------------------------------------------------------------
+
+
+def _tool_use(serving: Serving, body: ResponsesRequest) -> ToolUse:
+    tools = [
+        Tool(
+            type="function",
+            function=FunctionDefinition(
+                name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
+            ),
+        )
+        for tool in body.tools or ()
+    ]
+    choice: ToolChoice | None
+    if isinstance(body.tool_choice, NamedFunction):
+        choice = NamedToolChoice(type="function", function=FunctionName(name=body.tool_choice.name))
+    else:
+        choice = body.tool_choice
+    return ToolUse.of(serving, tools, choice, body.parallel_tool_calls)
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The input as chat messages. Raises ParameterError."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for i, item in enumerate(body.input):
+        match item:
+            case {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}:
+                call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+                if messages and messages[-1]["role"] == "assistant":
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                else:
+                    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            case {"type": "function_call_output", "call_id": call_id, "output": output}:
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(i, output)})
+            case {"type": "reasoning"}:
+                pass
+            case {"role": str(role), "content": content} if item.get("type", "message") == "message":
+                messages.append({"role": role, "content": _text(i, content)})
+            case _:
+                raise ParameterError(
+                    "input", _kind(item), f"item {i} is no message, function call or output of one"
+                )
+    return messages
+
+
+def _text(i: int, content: object) -> str:
+    """The text of a message's content, or of a function's output."""
+    if isinstance(content, str):
+        return content
+    parts: Sequence[object] = content if isinstance(content, list) else [content]
+    texts = []
+    for part in parts:
+        match part:
+            case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
+            case _:
+                raise ParameterError("input", _kind(part), f"item {i} has a part that is not text")
+    return "\n".join(texts)
+
+
+def _kind(item: object) -> str:
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    return kind[:60] if isinstance(kind, str) else type(item).__name__
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputTokensDetails(),
+        total_tokens=usage.total_tokens,
+    )
