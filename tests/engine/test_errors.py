@@ -290,3 +290,42 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
         CapacityError, match="max_model_len=64 needs 4 KV blocks of 16 tokens, num_kv_blocks=3"
     ):
         Harness(max_model_len=64, num_kv_blocks=3)
+
+
+def test_an_aborted_request_says_nothing_more() -> None:
+    """Not even what was to be said with the next step."""
+    harness = Harness()
+    harness.add("a", [2, 3, 4], greedy(20, ignore_eos=True), resumable=True)
+    harness.add("idle", [2, 3, 4], None, resumable=True)
+    harness.add("other", [5, 6], greedy(20, ignore_eos=True))
+    harness.step()
+    harness.engine.truncate("a", 3)
+    harness.engine.end_input("idle")
+    num_said = len(harness.said["a"].token_ids)
+    for name in ("a", "idle"):
+        harness.engine.abort_request(name)
+    harness.run()
+    assert len(harness.said["a"].token_ids) == num_said
+    assert harness.said["a"].end.finish_reason is None
+    assert "idle" not in harness.said
+    assert len(harness.said["other"].token_ids) == 20
+    harness.assert_all_free()
+
+
+def test_an_id_is_in_use_until_its_end_was_reported() -> None:
+    harness = Harness()
+    harness.add("a", [2, 3, 4], None, resumable=True)
+    harness.run()
+    harness.engine.end_input("a")
+    for take in (
+        lambda: harness.engine.add_request("a", [2], greedy(1)),
+        lambda: harness.engine.fork("b", "a"),
+    ):
+        harness.engine.abort_request("b")
+        harness.engine.add_request("b", [2], None, resumable=True)
+        with pytest.raises(ParameterError, match="request_id='a': is in use"):
+            take()
+    harness.engine.abort_request("b")
+    harness.run()
+    assert harness.said["a"].end.finished
+    harness.engine.add_request("a", [2], greedy(1))

@@ -70,8 +70,7 @@ class Engine:
         `params=None`, for a resumable request, only prefills. Raises ParameterError, or CapacityError when it can
         never fit; then nothing was added.
         """
-        if request_id in self.requests:
-            raise ParameterError("request_id", request_id, "is in use by an unfinished request")
+        self._check_new_id(request_id)
         ids = check_request(
             self.config, self.vocab_size, prompt_token_ids, params, resumable=resumable, keep=keep
         )
@@ -137,8 +136,7 @@ class Engine:
         It shares the KV blocks; whichever of the two writes to a shared block first gets a copy of it.
         """
         source = self._open_request(request_id)
-        if new_request_id in self.requests:
-            raise ParameterError("request_id", new_request_id, "is in use by an unfinished request")
+        self._check_new_id(new_request_id)
         known = len(source.timeline.tokens)
         if num_tokens is None:
             num_tokens = known
@@ -163,9 +161,15 @@ class Engine:
 
     def abort_request(self, request_id: str) -> None:
         """Drop a request, at any moment. An unknown or finished one is ignored. No output follows."""
+        self._outputs = [output for output in self._outputs if output.request_id != request_id]
         request = self.requests.get(request_id)
         if request is not None:
             self._finish(request)
+
+    def _check_new_id(self, request_id: str) -> None:
+        """Free is an id when its last request is finished and the next step has nothing to say about it."""
+        if request_id in self.requests or any(output.request_id == request_id for output in self._outputs):
+            raise ParameterError("request_id", request_id, "is in use by an unfinished request")
 
     def _open_request(self, request_id: str) -> Request:
         request = self.requests.get(request_id)
