@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 CXX ?= g++
-SEEDS ?= 1000
+SEEDS ?= 0-999
 QUESTION ?= Why is the sky blue?
 
 VENV := .venv
@@ -22,7 +22,7 @@ help:
 	@echo "make demo          install, fetch a model, ask it a question"
 	@echo "make test          all tests"
 	@echo "make check         format, lint, types"
-	@echo "make simulate      the scheduler under SEEDS=$(SEEDS) random workloads"
+	@echo "make simulate      the scheduler under random workloads, of seeds $(SEEDS)"
 	@echo "make bench-peers   speed beside llama.cpp (builds it first)"
 	@echo "make clean         remove what was built, not the environments"
 
