@@ -127,6 +127,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         from segue.engine.engine import Engine
         from segue.hub import resolve_model
         from segue.runtime.runtime import LocalRuntime
+        from segue.sample.guide import GrammarGuides
         from segue.tokens import Tokenizer
         from segue.weights.gguf import load_gguf
 
@@ -139,7 +140,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         for each in executors:
             each.allocate_kv(config.num_kv_blocks, config.block_size)
         drafter = _drafter(config.speculative, draft_executor)
-        engine = Engine(LocalRuntime(executor, drafter=drafter), config)
+        engine = Engine(LocalRuntime(executor, drafter=drafter, guides=GrammarGuides(tokenizer)), config)
         return LoadedModel(engine, tokenizer, config, file)
 
     def _executor(self, file: "ModelFile") -> "Executor":

@@ -30,8 +30,8 @@ class Sampling(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """How one request's tokens are drawn: its `SamplingParams`, resolved. Compared by identity.
 
     The token for position `p` is drawn from the logits computed at position `p - 1` by steps in this
-    order: `logit_bias` and `banned` → penalties → `temperature` → `min_p` → `top_k` → `top_p` → one
-    uniform number from Philox4x32-10 with key `seed` and counter `p`.
+    order: `logit_bias`, `banned` and the mask of `grammar` → penalties → `temperature` → `min_p` → `top_k` →
+    `top_p` → one uniform number from Philox4x32-10 with key `seed` and counter `p`.
     Log-probabilities are of the raw logits, before any of that (vLLM's `raw_logprobs`).
     """
 
@@ -57,10 +57,18 @@ class Sampling(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     num_logprobs: int | None = None
     """None: no logprobs. n ≥ 0: the drawn id's, and the n most likely ids'."""
 
+    grammar: str | None = None
+    """What the answer must match, in the notation of the runtime's guides; None: anything."""
+
     @property
     def needs_history(self) -> bool:
         """Whether drawing needs the sequence's earlier ids."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.grammar is not None
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 class After(msgspec.Struct, frozen=True, gc=False):
@@ -106,6 +114,9 @@ class SeqStep(msgspec.Struct, frozen=True, kw_only=True):
     draft_start: int | None = None
     """With a draft model: the first position whose draft KV is missing, at the lowest; it is then computed for
     all ids known after this step. None: leave its KV alone."""
+    masks: Sequence[bytes | None] = ()
+    """Set by the runtime, with a grammar: for each sampled row the ids that may be drawn, bit `i % 8` of byte
+    `i // 8` for id `i`; None: all."""
     prompt_targets: Sequence[int] = ()
     """Ids to score for `prompt_logprobs`: `prompt_targets[i]` by the logits of the i-th input."""
     num_prompt_logprobs: int = 0

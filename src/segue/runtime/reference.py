@@ -14,7 +14,7 @@ import numpy.typing as npt
 from segue.errors import CapacityError
 from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
 from segue.runtime.contract import ForwardResult, SeqStep
-from segue.sample.reference import all_finite, row_logprobs, sample_row
+from segue.sample.reference import all_finite, masked, row_logprobs, sample_row
 from segue.weights.dequantize import dequantize
 from segue.weights.model_file import ModelFile
 
@@ -257,7 +257,8 @@ def _sample(seq: SeqStep, index: int, logits: dict[int, FloatArray], result: For
         return
     for i in range(1 + len(seq.drafts)):
         row = logits[len(seq.tokens) - 1 + i]
-        token = sample_row(row, seq.sampling, seq.start + len(seq.tokens) + i, _history(seq, i))
+        allowed = row if not seq.masks else masked(row, seq.masks[i])
+        token = sample_row(allowed, seq.sampling, seq.start + len(seq.tokens) + i, _history(seq, i))
         if seq.sampling.num_logprobs is not None:
             result.logprobs[len(result.tokens)] = row_logprobs(row, token, seq.sampling.num_logprobs)
         result.tokens.append(token)

@@ -20,6 +20,7 @@ from segue.runtime.contract import (
     StepPlan,
     StepResult,
 )
+from segue.sample.guide import GuideCache, GuideFactory
 from segue.speculate.drafter import Drafter, DraftRequest, Proposal
 
 
@@ -35,9 +36,13 @@ class _Outcome(msgspec.Struct, frozen=True):
 class LocalRuntime:
     """A `Runtime` over an `Executor` of this process."""
 
-    def __init__(self, executor: Executor, *, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, executor: Executor, *, drafter: Drafter | None = None, guides: GuideFactory | None = None
+    ) -> None:
+        """`guides` makes what follows an answer's grammar; without it no request may have one."""
         self._executor = executor
         self._drafter = drafter
+        self._guides = GuideCache(guides)
         self._outcomes: dict[int, list[_Outcome]] = {}
 
     @property
@@ -87,19 +92,30 @@ class LocalRuntime:
             if seq.history is None:
                 return seq
             history = self._history(seq, 0, None) if wants_history else None
-            return msgspec.structs.replace(seq, history=history)
+            return self._guide(msgspec.structs.replace(seq, history=history))
         parent = self._parent(seq.after)
         if parent is None or parent.result.error is not None:
             return SeqResult(error="an earlier step of this request failed")
         tokens = parent.result.tokens
-        return msgspec.structs.replace(
-            seq,
-            start=parent.first_new + len(tokens) - 1,
-            tokens=tokens[-1:],
-            drafts=parent.result.drafts[: seq.max_drafts],
-            after=None,
-            history=self._history(seq, 0, seq.after) if wants_history else None,
+        return self._guide(
+            msgspec.structs.replace(
+                seq,
+                start=parent.first_new + len(tokens) - 1,
+                tokens=tokens[-1:],
+                drafts=parent.result.drafts[: seq.max_drafts],
+                after=None,
+                history=self._history(seq, 0, seq.after) if wants_history else None,
+            )
         )
+
+    def _guide(self, step: SeqStep) -> SeqStep:
+        """With a grammar, also which ids each row may draw."""
+        if step.sampling is None or step.sampling.grammar is None:
+            return step
+        assert step.history is not None
+        answer = step.history[step.sampling.output_start :]
+        masks = self._guides.of(step.sampling).masks(answer, step.drafts)
+        return msgspec.structs.replace(step, masks=masks)
 
     def _history(self, seq: SeqStep, first: int, after: After | None) -> "array[int]":
         """The sequence's ids from position `first` on: the committed ones, then those in flight up to `after`.

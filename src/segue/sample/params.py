@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -9,6 +10,32 @@ from segue.errors import ParameterError
 from segue.runtime.contract import Sampling
 
 MAX_LOGPROBS = 1024
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must match: exactly one of these; vLLM's names. Needs the extra `structured`."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    """One of these strings."""
+    grammar: str | None = None
+    """A grammar in Lark's notation, as llguidance has it."""
+    json_object: bool | None = None
+    """Any JSON object."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            known = ", ".join(self.__struct_fields__)
+            raise ParameterError("structured_outputs", given, f"must have exactly one of {known}")
+
+    def compiled(self) -> str:
+        """The grammar as the runtime takes it. Raises ParameterError when it is wrong or the extra is missing."""
+        from segue.sample.guide import compile_grammar
+
+        return compile_grammar(self)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +67,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer must match."""
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, low=1)
@@ -87,7 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raises ParameterError when a token id named here is not one of the model's."""
+        """Raises ParameterError when a token id named here is not one of the model's, or a grammar is wrong."""
         for name, ids in (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids or ()),
@@ -95,6 +124,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             for token in ids:
                 if token >= vocab_size:
                     raise ParameterError(name, token, f"is no token id; the model has {vocab_size}")
+        if self.structured_outputs is not None:
+            self.structured_outputs.compiled()
 
     def stop_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The ids that end the answer."""
@@ -119,6 +150,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             banned_until=output_start + self.min_tokens,
             seed=(default_seed if self.seed is None else self.seed) % 2**64,
             num_logprobs=self.logprobs,
+            grammar=None if self.structured_outputs is None else self.structured_outputs.compiled(),
         )
 
 

@@ -78,6 +78,14 @@ def exp(x: FloatRow) -> FloatRow:
     return result
 
 
+def masked(logits: FloatRow, mask: bytes | None) -> FloatRow:
+    """The logits without the ids that a mask excludes (`SeqStep.masks`)."""
+    if mask is None:
+        return logits
+    allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")[: len(logits)]
+    return np.where(allowed.astype(bool), logits, F32(-np.inf))
+
+
 def _argmax(logits: FloatRow) -> int:
     """The most likely id, the lowest among equals."""
     return int(np.argmax(np.where(np.isnan(logits), -np.inf, logits)))
