@@ -1,5 +1,6 @@
 """`LLM` over the reference runtime and a random model: shapes, order, errors, interruption."""
 
+import io
 import os
 import signal
 import subprocess
@@ -286,6 +287,37 @@ def test_kv_memory_is_bounded_by_its_share(tiny_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("segue.args.free_memory_bytes", lambda: one * block_bytes - 1)
     with pytest.raises(CapacityError, match="lower max_model_len"):
         args.build()
+
+
+def test_lower_priority_goes_first(tiny_path: Path) -> None:
+    with LLM(tiny_path, runtime="reference", max_num_seqs=1, scheduling_policy="priority") as llm:
+        outputs = llm.generate(PROMPTS[:3], GREEDY, priority=[2, 0, 1], use_tqdm=False)
+    firsts = [output.times.first_token_s or 0.0 for output in outputs]
+    assert sorted(range(3), key=firsts.__getitem__) == [1, 2, 0]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("use_tqdm", [False, True])
+def test_progress_bar_only_when_wanted(
+    tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch, use_tqdm: bool
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    tiny_llm.generate(PROMPTS, msgspec.structs.replace(GREEDY, n=2), use_tqdm=use_tqdm)
+    assert ("8/8" in terminal.getvalue()) == use_tqdm
+
+
+def test_no_progress_bar_without_a_terminal(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", file)
+    tiny_llm.generate(PROMPTS, GREEDY)
+    assert file.getvalue() == ""
 
 
 def test_missing_model() -> None:

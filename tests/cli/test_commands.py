@@ -283,6 +283,28 @@ def test_pull_prints_the_path(segue: Command, monkeypatch: pytest.MonkeyPatch, t
     assert segue("pull", "smollm2") == (0, f"{tmp_path / 'smollm2.gguf'}\n", "")
 
 
+def test_pull_shows_progress_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def pull(alias: str, *, progress: Callable[[int, int], None]) -> Path:
+        progress(50_000_000, 100_000_000)
+        progress(100_000_000, 100_000_000)
+        return tmp_path / alias
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("segue.hub.pull", pull)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run_command(["pull", "smollm2"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'smollm2'}\n"
+    assert "100.0/100.0 MB" in terminal.getvalue()
+
+
 def test_one_line() -> None:
     assert one_line("a\n b\t\x1b[2J") == r"a b \x1b[2J"
 
