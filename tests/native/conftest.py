@@ -1,0 +1,18 @@
+"""Tiny models, made once."""
+
+import pytest
+
+from tests.native.models import FLOAT_TYPES, ISAS, QUANTISED_TYPES, Loaded, has_isa, make_model
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
+    """A tiny model of each tensor type."""
+    folder = tmp_path_factory.mktemp("native")
+    return {kind: make_model(folder / f"{kind}.gguf", kind) for kind in QUANTISED_TYPES + FLOAT_TYPES}
+
+
+@pytest.fixture(scope="session")
+def isas(models: dict[str, Loaded]) -> list[str]:
+    """The instruction sets of this CPU, best first."""
+    return [isa for isa in ISAS if has_isa(models["F32"], isa)]

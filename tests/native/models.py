@@ -1,0 +1,83 @@
+"""Tiny models of every kind, and executors for them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from segue.errors import ParameterError
+from segue.models import build_program
+from segue.models.program import Program
+from segue.runtime.native import ISA_VARIABLE, NativeExecutor
+from segue.weights.gguf import load_gguf
+from segue.weights.model_file import ModelFile
+from tests.weights.make_gguf import tiny_llama
+
+ISAS = ("avx512_amx", "avx512", "avx2", "portable")
+QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
+FLOAT_TYPES = ("F32", "F16", "BF16")
+
+Loaded = tuple[Program, ModelFile]
+
+
+def load(path: Path) -> Loaded:
+    model = load_gguf(path)
+    return build_program(model), model
+
+
+def make_model(path: Path, kind: str) -> Loaded:
+    """A model of tensor type `kind`. Widths leave tails everywhere the type allows it."""
+    if kind in FLOAT_TYPES:
+        return load(
+            tiny_llama(
+                path, tensor_type=kind, hidden=60, heads=6, kv_heads=2, head_dim=10, ffn=70, context=2048
+            )
+        )
+    return load(
+        tiny_llama(
+            path,
+            tensor_type=kind,
+            hidden=96,
+            heads=6,
+            kv_heads=2,
+            head_dim=32,
+            ffn=160,
+            vocab=331,
+            context=2048,
+            rope_freqs=True,
+        )
+    )
+
+
+@contextmanager
+def forced_isa(isa: str | None) -> Iterator[None]:
+    """`isa` as a user would force it; None: what the CPU has."""
+    before = os.environ.pop(ISA_VARIABLE, None)
+    if isa is not None:
+        os.environ[ISA_VARIABLE] = isa
+    try:
+        yield
+    finally:
+        os.environ.pop(ISA_VARIABLE, None)
+        if before is not None:
+            os.environ[ISA_VARIABLE] = before
+
+
+def make_executor(
+    loaded: Loaded,
+    *,
+    isa: str | None = None,
+    threads: int = 1,
+    kv_dtype: Literal["f16", "f32"] = "f16",
+) -> NativeExecutor:
+    with forced_isa(isa):
+        return NativeExecutor(*loaded, threads=threads, kv_dtype=kv_dtype)
+
+
+def has_isa(loaded: Loaded, isa: str) -> bool:
+    try:
+        make_executor(loaded, isa=isa)
+    except ParameterError:
+        return False
+    return True

@@ -1,0 +1,242 @@
+"""The executor's side of the contract: what it samples and scores, what it refuses, how its threads behave."""
+
+import os
+import time
+from array import array
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from segue.errors import CapacityError, ModelFileError, ParameterError
+from segue.models.program import Logits, Program
+from segue.runtime.contract import After, Sampling, SeqStep
+from segue.runtime.native import NativeExecutor
+from segue.runtime.reference import ReferenceExecutor
+from segue.sample.reference import row_logprobs, sample_row
+from segue.weights.model_file import ModelFile
+from tests.native.models import Loaded, forced_isa, make_executor
+
+IDS = np.random.default_rng(2).integers(0, 300, 64).tolist()
+GREEDY = Sampling()
+
+
+@pytest.fixture
+def executor(models: dict[str, Loaded]) -> NativeExecutor:
+    executor = make_executor(models["Q4_1"], threads=2)
+    executor.allocate_kv(32, 16)
+    return executor
+
+
+def test_rows_are_drawn_as_if_the_drafts_before_were_right(executor: NativeExecutor) -> None:
+    sampling = Sampling(
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.3,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        output_start=8,
+        logit_bias=((3, 2.5),),
+        banned=(4, 7),
+        banned_until=13,
+        seed=2**64 - 1,
+        num_logprobs=4,
+    )
+    tokens, drafts = IDS[:10], IDS[10:14]
+    logits = executor.logits(tokens + drafts)
+    step = SeqStep(
+        start=0, tokens=tokens, drafts=drafts, blocks=[3], sampling=sampling, history=array("i", IDS)
+    )
+    result = executor.forward([SeqStep(start=0, tokens=IDS[:3], blocks=[5], sampling=GREEDY), step])
+    expected = [sample_row(logits[9 + i], sampling, 10 + i, tokens + drafts[:i]) for i in range(5)]
+    assert result.tokens[1:] == expected
+    assert sorted(result.logprobs) == [1, 2, 3, 4, 5]
+    for row, token in enumerate(expected, start=1):
+        reference = row_logprobs(logits[8 + row], token, 4)
+        assert result.logprobs[row].top_ids == reference.top_ids
+        assert result.logprobs[row].rank == reference.rank
+        assert result.logprobs[row].logprob == pytest.approx(reference.logprob, abs=1e-5)
+
+
+def test_greedy_takes_the_first_of_the_largest(executor: NativeExecutor) -> None:
+    logits = executor.logits(IDS)
+    steps = [SeqStep(start=0, tokens=IDS[: i + 1], blocks=[i], sampling=GREEDY) for i in range(16)]
+    assert executor.forward(steps).tokens == logits[:16].argmax(axis=1).tolist()
+
+
+def test_prompts_are_scored(executor: NativeExecutor) -> None:
+    logits = executor.logits(IDS)
+    step = SeqStep(
+        start=0,
+        tokens=IDS,
+        blocks=[0, 1, 2, 3],
+        prompt_targets=IDS[1:],
+        num_prompt_logprobs=2,
+        sampling=GREEDY,
+    )
+    result = executor.forward([step])
+    assert result.tokens == [int(logits[-1].argmax())]
+    scored = result.prompt_logprobs[0]
+    assert len(scored) == 63
+    for row, target in enumerate(IDS[1:]):
+        reference = row_logprobs(logits[row], target, 2)
+        assert (scored[row].rank, scored[row].top_ids) == (reference.rank, reference.top_ids)
+        assert scored[row].logprob == pytest.approx(reference.logprob, abs=1e-5)
+
+
+def test_blocks_are_copied_before_anything_is_computed(executor: NativeExecutor) -> None:
+    executor.forward([SeqStep(start=0, tokens=IDS[:20], blocks=[1, 2])])
+    last = SeqStep(start=20, tokens=[IDS[20]], blocks=[1, 2], sampling=Sampling(num_logprobs=9))
+    expected = executor.forward([last])
+    moved = SeqStep(start=20, tokens=[IDS[20]], blocks=[1, 9], sampling=last.sampling)
+    result = executor.forward([moved], copies=[(2, 8), (8, 9)])
+    assert result.logprobs == expected.logprobs
+
+
+def test_nothing_to_compute(executor: NativeExecutor) -> None:
+    result = executor.forward([])
+    assert (result.tokens, result.logprobs, result.prompt_logprobs, result.not_finite) == ([], {}, {}, set())
+
+
+def test_a_sequence_without_finite_logits_is_named_alone(models: dict[str, Loaded]) -> None:
+    """An id whose embedding is not a number spoils the sequence it is in."""
+    program, model = models["F32"]
+    data = model.tensors["token_embd.weight"].data.copy()
+    data.view(np.float32).reshape(program.vocab_size, -1)[7] = np.nan
+    spoiled = replace(model.tensors["token_embd.weight"], data=data)
+    model = replace(model, tensors={**model.tensors, spoiled.name: spoiled})
+    executor = make_executor((_untied(program), _with_output(model, models["F32"][1])))
+    executor.allocate_kv(8, 16)
+    good = SeqStep(start=0, tokens=[1, 2, 3], blocks=[0], sampling=GREEDY)
+    bad = SeqStep(start=0, tokens=[1, 7, 3], blocks=[1], sampling=GREEDY)
+    scored = SeqStep(start=0, tokens=[7], blocks=[2], prompt_targets=[1], num_prompt_logprobs=1)
+    result = executor.forward([good, bad, good, scored])
+    assert result.not_finite == {1, 3}
+    assert result.tokens[0] == result.tokens[2] == executor.forward([good]).tokens[0]
+    # What was stored in a block that is used again does not reach its next owner.
+    again = SeqStep(start=0, tokens=[1, 2, 3], blocks=[1], sampling=GREEDY)
+    assert executor.forward([again]).tokens == result.tokens[:1]
+    assert executor.forward([again]).not_finite == set()
+
+
+def _untied(program: Program) -> Program:
+    *ops, last = program.ops
+    assert isinstance(last, Logits)
+    return replace(program, ops=(*ops, replace(last, weight="output_copy")))
+
+
+def _with_output(model: ModelFile, clean: ModelFile) -> ModelFile:
+    output = replace(clean.tensors["token_embd.weight"], name="output_copy")
+    return replace(model, tensors={**model.tensors, output.name: output})
+
+
+def test_sizes(executor: NativeExecutor, models: dict[str, Loaded]) -> None:
+    program, _ = models["Q4_1"]
+    assert executor.vocab_size == program.vocab_size
+    assert executor.max_model_len == program.max_model_len
+    assert executor.threads == 2
+    per_token = program.num_layers * 2 * program.num_kv_heads * program.head_dim
+    assert executor.kv_bytes_per_token == 2 * per_token
+    assert make_executor(models["Q4_1"], kv_dtype="f32").kv_bytes_per_token == 4 * per_token
+
+
+def test_all_cpus_by_default(models: dict[str, Loaded]) -> None:
+    assert 1 <= NativeExecutor(*models["F32"]).threads <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("num_blocks", [10**9, 2**40, 2**62])
+def test_kv_that_cannot_fit(executor: NativeExecutor, num_blocks: int) -> None:
+    with pytest.raises(CapacityError, match="lower num_kv_blocks"):
+        executor.allocate_kv(num_blocks, 64)
+
+
+@pytest.mark.parametrize("isa", ["avx1024", "AVX2", "none"])
+def test_unknown_instruction_sets(models: dict[str, Loaded], isa: str) -> None:
+    with forced_isa(isa), pytest.raises(ParameterError, match=r"SEGUE_ISA.*known are"):
+        NativeExecutor(*models["F32"])
+
+
+@pytest.mark.parametrize("threads", [0, -1, 10**6])
+def test_wrong_threads(models: dict[str, Loaded], threads: int) -> None:
+    with pytest.raises(ParameterError, match="threads"):
+        NativeExecutor(*models["F32"], threads=threads)
+
+
+def test_missing_and_misshapen_tensors(models: dict[str, Loaded]) -> None:
+    program, model = models["F32"]
+    name = "blk.1.ffn_down.weight"
+    without = {key: tensor for key, tensor in model.tensors.items() if key != name}
+    with pytest.raises(ModelFileError, match=f"no tensor {name}"):
+        NativeExecutor(program, replace(model, tensors=without))
+    outputs, inputs = model.tensors[name].shape
+    turned = {**model.tensors, name: replace(model.tensors[name], shape=(inputs, outputs))}
+    with pytest.raises(ModelFileError, match=name):
+        NativeExecutor(program, replace(model, tensors=turned))
+    cut = {**model.tensors, name: replace(model.tensors[name], data=model.tensors[name].data[:-4])}
+    with pytest.raises(ModelFileError, match=name):
+        NativeExecutor(program, replace(model, tensors=cut))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        SeqStep(start=0, tokens=[10**6], blocks=[0]),
+        SeqStep(start=0, tokens=[-1], blocks=[0]),
+        SeqStep(start=0, tokens=[1] * 17, blocks=[0]),
+        SeqStep(start=0, tokens=[1], blocks=[32]),
+        SeqStep(start=0, tokens=[1], blocks=[-1]),
+        SeqStep(start=-1, tokens=[1], blocks=[0]),
+        SeqStep(start=2048, tokens=[1], blocks=[0] * 200),
+        SeqStep(start=0, tokens=[], blocks=[0], after=After(0, 0)),
+        SeqStep(start=0, tokens=[1], blocks=[0], prompt_targets=[1, 2]),
+        SeqStep(
+            start=0,
+            tokens=[1, 2],
+            blocks=[0],
+            sampling=Sampling(presence_penalty=1.0),
+            history=array("i", [1]),
+        ),
+    ],
+)
+def test_steps_that_do_not_fit_are_refused(executor: NativeExecutor, step: SeqStep) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        executor.forward([step])
+    with pytest.raises(ValueError, match="copies"):
+        executor.forward([], copies=[(0, 32)])
+
+
+def test_idle_threads_sleep(executor: NativeExecutor) -> None:
+    executor.forward([SeqStep(start=0, tokens=IDS[:5], blocks=[0])])
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - before < 0.2
+
+
+def test_a_forked_child_starts_its_own_threads(executor: NativeExecutor) -> None:
+    expected = executor.logits(IDS)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if np.array_equal(executor.logits(IDS), expected) else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_forward_agrees_with_the_reference_executor(models: dict[str, Loaded]) -> None:
+    """Float weights: the same ids and almost the same logprobs, over a shared prefix and mixed chunks."""
+    native = make_executor(models["F32"], threads=2, kv_dtype="f32")
+    reference = ReferenceExecutor(*models["F32"])
+    sampling = Sampling(num_logprobs=2)
+    for executor in (native, reference):
+        executor.allocate_kv(16, 8)
+        executor.forward([SeqStep(start=0, tokens=IDS[:16], blocks=[0, 1])])
+    steps = [
+        SeqStep(start=16, tokens=IDS[16:30], blocks=[0, 1, 2, 3], sampling=sampling),
+        SeqStep(start=16, tokens=IDS[40:41], drafts=IDS[41:44], blocks=[0, 1, 5], sampling=sampling),
+    ]
+    got, expected = native.forward(steps), reference.forward(steps)
+    assert got.tokens == expected.tokens
+    for row, logprobs in expected.logprobs.items():
+        assert got.logprobs[row].logprob == pytest.approx(logprobs.logprob, abs=1e-4)
