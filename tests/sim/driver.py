@@ -20,6 +20,7 @@ from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter
 from segue.speculate.ngram import NgramDrafter
 from tests.sim.checks import Checker, Violation, check_output, require
+from tests.sim.grammar import GrammarParams, SimGuide
 from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
 from tests.sim.trace import Trace, TracedRuntime
@@ -114,7 +115,9 @@ class World:
         self.target = OracleExecutor(self.model, config.max_model_len)
         self.target.allocate_kv(config.num_kv_blocks, config.block_size)
         self.draft: OracleDraftExecutor | None = None
-        runtime: Runtime = LocalRuntime(self.target, drafter=self._drafter())
+        runtime: Runtime = LocalRuntime(
+            self.target, drafter=self._drafter(), guides=lambda grammar: SimGuide(self.model.vocab_size)
+        )
         if trace is not None:
             runtime = TracedRuntime(runtime, trace)
         self.engine = Engine(runtime, config, step_thread=self.setup.threaded)
@@ -354,7 +357,8 @@ class Simulation(World):
         rng = self.rng
         max_tokens = rng.choice((1, 2, 3, 8, 20, None))
         min_tokens = rng.choice((0, 0, 0, 1, 2, 5))
-        return SamplingParams(
+        kind = GrammarParams if rng.random() < 0.2 else SamplingParams
+        return kind(
             max_tokens=max_tokens,
             min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
             temperature=rng.choice((0.0, 0.0, 1.0)),

@@ -40,8 +40,16 @@ class OracleModel:
             return prefix // 7 % self.vocab_size
         return (last * 7 + 3) % 11 % self.vocab_size
 
-    def draw(self, prefix: int, last: int, sampling: Sampling, position: int, history: Sequence[int]) -> int:
-        """The id for `position`, drawn after a prefix."""
+    def draw(
+        self,
+        prefix: int,
+        last: int,
+        sampling: Sampling,
+        position: int,
+        history: Sequence[int],
+        mask: bytes | None,
+    ) -> int:
+        """The id for `position`, drawn after a prefix from those that the mask has."""
         token = self.logits_id(prefix, last)
         if sampling.temperature > 0:
             noise = mix(sampling.seed, position)
@@ -52,7 +60,10 @@ class OracleModel:
         for biased, _ in sampling.logit_bias:
             if mix(prefix, biased) % 4 == 0:
                 token = biased
-        while position < sampling.banned_until and token in sampling.banned:
+        for _ in range(self.vocab_size):
+            is_banned = position < sampling.banned_until and token in sampling.banned
+            if not is_banned and (mask is None or mask[token // 8] >> token % 8 & 1):
+                break
             token = (token + 1) % self.vocab_size
         return token
 
@@ -189,7 +200,8 @@ class OracleExecutor:
             for row in range(1 + len(seq.drafts)):
                 position = end + row
                 prefix = hashes[position - 1]
-                token = self.model.draw(prefix, ids[position - 1], sampling, position, ids[:position])
+                mask = seq.masks[row] if seq.masks else None
+                token = self.model.draw(prefix, ids[position - 1], sampling, position, ids[:position], mask)
                 if sampling.num_logprobs is not None:
                     scores = self.model.score(prefix, token, sampling.num_logprobs)
                     result.logprobs[len(result.tokens)] = scores
