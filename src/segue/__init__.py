@@ -13,8 +13,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from segue.answer_stream import StreamingInput
     from segue.args import EngineArgs
-    from segue.async_llm import AsyncLLM, StreamingInput
+    from segue.async_llm import AsyncLLM
     from segue.engine.config import SpeculativeConfig
     from segue.errors import (
         CapacityError,
@@ -38,7 +39,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "segue.llm",
     "AsyncLLM": "segue.async_llm",
-    "StreamingInput": "segue.async_llm",
+    "StreamingInput": "segue.answer_stream",
     "EngineArgs": "segue.args",
     "SamplingParams": "segue.sample.params",
     "SpeculativeConfig": "segue.engine.config",
