@@ -1,0 +1,348 @@
+"""The local runtime: references into steps that were planned but not known, verification, what drafters are asked."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from segue.runtime.contract import (
+    MAX_STEPS_IN_FLIGHT,
+    After,
+    ForwardResult,
+    Sampling,
+    SeqStep,
+    StepPlan,
+    TokenLogprobs,
+)
+from segue.runtime.runtime import LocalRuntime
+from segue.speculate.drafter import DraftRequest, Proposal
+
+GREEDY = Sampling()
+LOGPROBS = Sampling(num_logprobs=0)
+PENALISED = Sampling(frequency_penalty=0.5)
+
+PROMPT = array("i", [1, 2, 3])
+SCRIPT = [0, 0, 0, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+"""What is sampled for each position."""
+
+
+class Scripted:
+    """Samples what the script has for a position. Keeps the steps it was given."""
+
+    vocab_size = 100
+    max_model_len = 100
+    kv_bytes_per_token = 1
+
+    def __init__(self) -> None:
+        self.steps: list[SeqStep] = []
+        self.copies: list[Sequence[tuple[int, int]]] = []
+        self.not_finite: set[int] = set()
+        self.fails = False
+        self.is_closed = False
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """It has no KV."""
+
+    def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
+        self.steps = list(seqs)
+        self.copies.append(copies)
+        if self.fails:
+            raise RuntimeError("no")
+        result = ForwardResult([], {}, {}, self.not_finite)
+        for i, seq in enumerate(seqs):
+            assert seq.after is None
+            if seq.sampling is not None:
+                end = seq.start + len(seq.tokens)
+                for position in range(end, end + 1 + len(seq.drafts)):
+                    if seq.sampling.num_logprobs is not None:
+                        result.logprobs[len(result.tokens)] = TokenLogprobs(-float(position), 1, (), ())
+                    result.tokens.append(SCRIPT[position])
+            if seq.prompt_targets:
+                result.prompt_logprobs[i] = [TokenLogprobs(-1.0, 1, (), ()) for _ in seq.prompt_targets]
+        return result
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class ScriptedDrafter:
+    """Proposes given drafts; keeps what it was asked."""
+
+    def __init__(self, *proposals: Sequence[int], has_kv: bool = False) -> None:
+        self.has_kv = has_kv
+        self.requests: list[DraftRequest] = []
+        self.copies: list[Sequence[tuple[int, int]]] = []
+        self._proposals = list(proposals)
+        self.is_closed = False
+
+    def propose(
+        self, requests: Sequence[DraftRequest], copies: Sequence[tuple[int, int]]
+    ) -> Sequence[Proposal]:
+        self.requests = list(requests)
+        self.copies.append(copies)
+        return [
+            Proposal(
+                self._proposals.pop(0) if request.count else (),
+                request.first + len(request.token_ids) if self.has_kv else None,
+            )
+            for request in requests
+        ]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def _prefill(**options: Any) -> SeqStep:
+    values = {"tokens": PROMPT, "sampling": GREEDY, "history": PROMPT, "history_len": 3} | options
+    return SeqStep(start=0, blocks=[0], **values)
+
+
+def _after(step: int, start: int, *, index: int = 0, history: Any = PROMPT, **options: Any) -> SeqStep:
+    values = {"sampling": GREEDY, "history": history, "history_len": len(history)} | options
+    return SeqStep(start=start, tokens=(), blocks=[0], after=After(step, index), **values)
+
+
+# --- references -------------------------------------------------------------------------------------------------
+
+
+def test_a_reference_becomes_the_last_id_sampled_and_its_position() -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor)
+    (first,) = runtime.execute(StepPlan(0, [_prefill()])).seqs
+    assert (first.start, list(first.tokens)) == (0, [10])
+    (second,) = runtime.execute(StepPlan(1, [_after(0, 3)])).seqs
+    (step,) = executor.steps
+    assert (step.start, list(step.tokens), list(step.drafts)) == (3, [10], [])
+    assert (second.start, list(second.tokens)) == (3, [11])
+
+
+@pytest.mark.parametrize(
+    ("drafts", "kept", "start"),
+    [
+        ([11, 12], [11, 12, 13], 6),
+        ([11, 50], [11, 12], 5),
+        ([50, 12], [11], 4),
+        ([11, 12, 13], [11, 12, 13, 14], 7),
+    ],
+)
+def test_drafts_are_kept_up_to_the_first_wrong_one_and_the_next_step_starts_after_them(
+    drafts: list[int], kept: list[int], start: int
+) -> None:
+    executor = Scripted()
+    drafter = ScriptedDrafter(drafts, [])
+    runtime = LocalRuntime(executor, drafter=drafter)
+    (first,) = runtime.execute(StepPlan(0, [_prefill(propose=3)])).seqs
+    assert list(first.drafts) == drafts
+    (second,) = runtime.execute(StepPlan(1, [_after(0, 3, max_drafts=3, propose=3)])).seqs
+    assert (executor.steps[0].start, list(executor.steps[0].drafts)) == (3, drafts)
+    assert (list(second.tokens), second.num_drafts) == (kept, len(drafts))
+    runtime.execute(StepPlan(2, [_after(1, 4)]))
+    assert (executor.steps[0].start, list(executor.steps[0].tokens)) == (start, kept[-1:])
+
+
+def test_no_more_drafts_are_verified_than_the_plan_allows() -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor, drafter=ScriptedDrafter([11, 12, 13]))
+    runtime.execute(StepPlan(0, [_prefill(propose=3)]))
+    (result,) = runtime.execute(StepPlan(1, [_after(0, 3, max_drafts=1)])).seqs
+    assert list(executor.steps[0].drafts) == [11]
+    assert list(result.tokens) == [11, 12]
+
+
+def test_references_name_a_sequence_of_a_step() -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor)
+    other = SeqStep(start=5, tokens=[9], blocks=[1], sampling=GREEDY)
+    runtime.execute(StepPlan(0, [_prefill(), other]))
+    runtime.execute(StepPlan(1, [_after(0, 6, index=1), _after(0, 3, index=0)]))
+    assert [(step.start, list(step.tokens)) for step in executor.steps] == [(6, [13]), (3, [10])]
+
+
+def test_references_reach_as_far_back_as_may_fly() -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor)
+    runtime.execute(StepPlan(0, [_prefill()]))
+    for step in range(1, MAX_STEPS_IN_FLIGHT):
+        runtime.execute(StepPlan(step, []))
+    (late,) = runtime.execute(StepPlan(MAX_STEPS_IN_FLIGHT - 1, [_after(0, 3)])).seqs
+    assert late.error is None
+    (too_late,) = runtime.execute(StepPlan(MAX_STEPS_IN_FLIGHT, [_after(0, 3)])).seqs
+    assert too_late.error == "an earlier step of this request failed"
+
+
+# --- history ----------------------------------------------------------------------------------------------------
+
+
+def test_history_is_the_known_ids_and_those_that_were_in_flight_at_planning() -> None:
+    """Two steps were planned before the first was settled: the second one's penalties see what it gave."""
+    executor = Scripted()
+    runtime = LocalRuntime(executor, drafter=ScriptedDrafter([11, 12], [14]))
+    runtime.execute(StepPlan(0, [_prefill(sampling=PENALISED, propose=2)]))
+    assert executor.steps[0].history == PROMPT
+    runtime.execute(StepPlan(1, [_after(0, 3, sampling=PENALISED, max_drafts=2, propose=1)]))
+    assert executor.steps[0].history == array("i", [1, 2, 3, 10])
+    runtime.execute(StepPlan(2, [_after(1, 4, sampling=PENALISED, max_drafts=1)]))
+    assert executor.steps[0].history == array("i", [1, 2, 3, 10, 11, 12, 13])
+
+
+def test_history_that_was_settled_meanwhile_is_not_counted_twice() -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor)
+    runtime.execute(StepPlan(0, [_prefill()]))
+    runtime.execute(StepPlan(1, [_after(0, 3)]))
+    settled = array("i", [1, 2, 3, 10])
+    runtime.execute(StepPlan(2, [_after(1, 4, history=settled, sampling=PENALISED)]))
+    assert executor.steps[0].history == array("i", [1, 2, 3, 10, 11])
+    settled = array("i", [1, 2, 3, 10, 11, 12])
+    runtime.execute(StepPlan(3, [_after(2, 5, history=settled, sampling=PENALISED)]))
+    assert executor.steps[0].history == settled
+
+
+def test_only_the_part_of_the_history_that_counts_is_seen_and_as_a_copy() -> None:
+    """The engine has appended more to it since the step was planned."""
+    executor = Scripted()
+    runtime = LocalRuntime(executor)
+    growing = array("i", [1, 2, 3, 77])
+    runtime.execute(StepPlan(0, [_prefill(history=growing, sampling=PENALISED)]))
+    assert executor.steps[0].history == PROMPT
+    growing[0] = 5
+    assert executor.steps[0].history == PROMPT
+
+
+def test_history_stays_behind_when_drawing_does_not_need_it() -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor)
+    runtime.execute(StepPlan(0, [_prefill()]))
+    assert executor.steps[0].history is None
+
+
+# --- what drafters are asked ------------------------------------------------------------------------------------
+
+
+def test_the_drafter_sees_all_ids_up_to_the_newest() -> None:
+    drafter = ScriptedDrafter([11, 50], [])
+    runtime = LocalRuntime(Scripted(), drafter=drafter)
+    runtime.execute(StepPlan(0, [_prefill(propose=2)]))
+    (request,) = drafter.requests
+    assert (request.first, request.token_ids, request.count) == (0, array("i", [1, 2, 3, 10]), 2)
+    runtime.execute(StepPlan(1, [_after(0, 3, max_drafts=2, propose=4)]))
+    (request,) = drafter.requests
+    assert (request.token_ids, request.count) == (array("i", [1, 2, 3, 10, 11, 12]), 4)
+
+
+def test_a_draft_model_is_given_only_what_it_is_behind_by() -> None:
+    drafter = ScriptedDrafter([11, 12], [14], has_kv=True)
+    runtime = LocalRuntime(Scripted(), drafter=drafter)
+    (result,) = runtime.execute(StepPlan(0, [_prefill(propose=2, draft_start=1)])).seqs
+    (request,) = drafter.requests
+    assert (request.first, request.token_ids, request.draft_start) == (1, array("i", [2, 3, 10]), 1)
+    assert result.draft_kv_len == 4
+    # The plan knew only that position 1 was missing; the step before has computed up to 4 since.
+    runtime.execute(StepPlan(1, [_after(0, 3, max_drafts=2, propose=1, draft_start=1)]))
+    (request,) = drafter.requests
+    assert (request.first, request.token_ids, request.draft_start) == (4, array("i", [11, 12, 13]), 4)
+
+
+def test_a_chunk_of_a_prefill_fills_the_draft_model_without_proposals() -> None:
+    drafter = ScriptedDrafter(has_kv=True)
+    runtime = LocalRuntime(Scripted(), drafter=drafter)
+    chunk = SeqStep(start=0, tokens=PROMPT[:2], blocks=[0], history=PROMPT, history_len=2, draft_start=0)
+    (result,) = runtime.execute(StepPlan(0, [chunk])).seqs
+    (request,) = drafter.requests
+    assert (request.token_ids, request.count) == (array("i", [1, 2]), 0)
+    assert (list(result.tokens), list(result.drafts), result.draft_kv_len) == ([], [], 2)
+
+
+def test_who_wants_no_drafts_is_not_asked_about() -> None:
+    drafter = ScriptedDrafter([11])
+    runtime = LocalRuntime(Scripted(), drafter=drafter)
+    other = SeqStep(start=5, tokens=[9], blocks=[1], sampling=GREEDY)
+    results = runtime.execute(StepPlan(0, [other, _prefill(propose=1)])).seqs
+    assert [request.count for request in drafter.requests] == [1]
+    assert [list(result.drafts) for result in results] == [[], [11]]
+    drafter.requests = []
+    runtime.execute(StepPlan(1, [other]))
+    assert drafter.requests == []
+
+
+def test_copies_go_to_the_executor_and_to_a_drafter_with_kv() -> None:
+    for has_kv in (False, True):
+        executor, drafter = Scripted(), ScriptedDrafter(has_kv=has_kv)
+        runtime = LocalRuntime(executor, drafter=drafter)
+        runtime.execute(StepPlan(0, [], [(1, 2)]))
+        assert executor.copies == [[(1, 2)]]
+        assert drafter.copies == ([[(1, 2)]] if has_kv else [])
+
+
+# --- results ----------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_those_of_the_ids_that_are_kept() -> None:
+    runtime = LocalRuntime(Scripted())
+    drafting = SeqStep(start=3, tokens=[10], blocks=[0], drafts=[11, 50], sampling=LOGPROBS)
+    silent = SeqStep(start=6, tokens=[13], blocks=[1], drafts=[14], sampling=GREEDY)
+    first, second, third = runtime.execute(StepPlan(0, [silent, drafting, drafting])).seqs
+    assert first.logprobs is None
+    for result in (second, third):
+        assert result.logprobs is not None
+        assert [entry.logprob for entry in result.logprobs] == [-4.0, -5.0]
+
+
+def test_prompt_logprobs_belong_to_their_sequence() -> None:
+    runtime = LocalRuntime(Scripted())
+    other = SeqStep(start=5, tokens=[9], blocks=[1], sampling=GREEDY)
+    first, second = runtime.execute(StepPlan(0, [other, _prefill(prompt_targets=[2, 3])])).seqs
+    assert first.prompt_logprobs is None
+    assert second.prompt_logprobs is not None
+    assert len(second.prompt_logprobs) == 2
+
+
+def test_logits_that_are_not_finite_concern_one_sequence_and_its_later_parts() -> None:
+    executor = Scripted()
+    drafter = ScriptedDrafter([14])
+    runtime = LocalRuntime(executor, drafter=drafter)
+    drafting = SeqStep(
+        start=3,
+        tokens=[10],
+        blocks=[0],
+        drafts=[11],
+        sampling=GREEDY,
+        propose=1,
+        history=array("i", [1, 2, 3, 10]),
+        history_len=4,
+    )
+    other = SeqStep(start=5, tokens=[12], blocks=[1], sampling=GREEDY)
+    executor.not_finite = {0}
+    first, second = runtime.execute(StepPlan(0, [drafting, other])).seqs
+    assert first.error == "the model's logits are not finite (NaN or infinity)"
+    assert list(second.tokens) == [13]
+    assert drafter.requests == []
+    executor.not_finite = set()
+    first, second = runtime.execute(StepPlan(1, [_after(0, 5), _after(0, 6, index=1)])).seqs
+    assert first.error == "an earlier step of this request failed"
+    assert second.error is None
+    assert list(second.tokens) == [14]
+    # And so on, as far as references go.
+    (again,) = runtime.execute(StepPlan(2, [_after(1, 6)])).seqs
+    assert again.error == "an earlier step of this request failed"
+
+
+def test_what_refers_to_a_step_that_raised_is_an_error_and_the_rest_is_computed() -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor)
+    executor.fails = True
+    with pytest.raises(RuntimeError, match="no"):
+        runtime.execute(StepPlan(0, [_prefill()]))
+    executor.fails = False
+    first, second = runtime.execute(StepPlan(1, [_after(0, 3), _prefill()])).seqs
+    assert first.error == "an earlier step of this request failed"
+    assert list(second.tokens) == [10]
+    assert len(executor.steps) == 1
+
+
+def test_close_closes_both() -> None:
+    executor, drafter = Scripted(), ScriptedDrafter()
+    LocalRuntime(executor, drafter=drafter).close()
+    assert executor.is_closed
+    assert drafter.is_closed
