@@ -91,7 +91,10 @@ def create_app(serving: Serving, *, more_routes: tuple[BaseRoute, ...] = ()) -> 
         Route(endpoint.path, partial(_answer, endpoint.handler), methods=[endpoint.method])
         for endpoint in ENDPOINTS
     ]
-    routes += [Route("/openapi.json", _openapi), Route("/docs", _docs)]
+    routes += [
+        Route("/openapi.json", partial(_answer, _openapi)),
+        Route("/docs", partial(_answer, _docs)),
+    ]
     app = Starlette(
         routes=[*routes, *more_routes], exception_handlers={404: on_not_found, 405: on_wrong_method}
     )

@@ -64,7 +64,7 @@ def _document(endpoints: Sequence[Endpoint]) -> Schema:
 def _any_schema(kind: type) -> Schema:
     """`object`, the only type that msgspec has no schema for, may be anything."""
     assert kind is object, kind
-    return {}
+    return {"description": "any JSON value"}
 
 
 def _types(endpoints: Sequence[Endpoint]) -> Iterator[Any]:
