@@ -200,6 +200,22 @@ def test_slow_reader_gets_it_all_and_holds_up_nobody(llm: AsyncLLM, tiny_llm: LL
     run(test)
 
 
+def test_event_loops_of_several_threads_at_once(llm: AsyncLLM, tiny_llm: LLM) -> None:
+    expected = [output.outputs for output in tiny_llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+    seen: list[object] = []
+
+    async def test() -> None:
+        outputs = await asyncio.gather(*(last(llm.generate(prompt, PARAMS)) for prompt in PROMPTS))
+        seen.append([output.outputs for output in outputs])
+
+    threads = [threading.Thread(target=run, args=(test,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [expected] * 4
+
+
 def test_state_of_the_engine(llm: AsyncLLM) -> None:
     async def test() -> None:
         await llm.reset_prefix_cache()

@@ -9,12 +9,15 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from segue import (
     LLM,
@@ -24,11 +27,14 @@ from segue import (
     ModelFileError,
     ParameterError,
     SamplingParams,
+    SpeculativeConfig,
 )
 from segue.engine import process as process_module
+from segue.engine import wire
 from segue.engine.client import EngineClient
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.engine.outputs import EngineOutput, FinishReason, RequestMetrics
 from segue.engine.process import EngineProcess
+from segue.runtime.contract import TokenLogprobs
 
 PARAMS = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
 LONG = msgspec.structs.replace(PARAMS, max_tokens=200, logprobs=None)
@@ -36,7 +42,7 @@ PROMPTS = ["the hen", "an inn in the", "of", "she said on and on and on and on"]
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
     "async": {"async_scheduling": True},
-    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "ngram": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
 }
 
 
@@ -115,6 +121,70 @@ def test_answers_are_those_of_an_engine_in_this_process(tiny_path: Path, tiny_ll
         there = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [output.outputs for output in there] == [output.outputs for output in here]
     assert [output.prompt_logprobs for output in there] == [output.prompt_logprobs for output in here]
+
+
+def test_the_native_runtime_in_a_process(tiny_path: Path) -> None:
+    outputs = []
+    for engine_process in (False, True):
+        with LLM(tiny_path, engine_process=engine_process) as llm:
+            outputs.append([o.outputs for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)])
+    assert outputs[0] == outputs[1]
+
+
+@given(
+    st.builds(
+        SamplingParams,
+        n=st.integers(1, 4),
+        max_tokens=st.none() | st.integers(5, 2**31),
+        min_tokens=st.integers(0, 5),
+        temperature=st.floats(0, 10),
+        top_p=st.floats(0, 1, exclude_min=True),
+        top_k=st.integers(-1, 100),
+        repetition_penalty=st.floats(0.1, 2),
+        logit_bias=st.none() | st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100)),
+        seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+        stop=st.none() | st.text(min_size=1) | st.lists(st.text(min_size=1)),
+        stop_token_ids=st.none() | st.lists(st.integers(0, 2**31)),
+        logprobs=st.none() | st.integers(0, 1024),
+        ignore_eos=st.booleans(),
+    ),
+    st.lists(st.integers(0, 2**31 - 1)),
+    st.none() | st.text(),
+)
+def test_calls_survive_the_wire(params: SamplingParams, token_ids: list[int], salt: str | None) -> None:
+    arguments: dict[str, Any] = {
+        "params": params,
+        "priority": -1,
+        "cache_salt": salt,
+        "resumable": True,
+        "keep": "all",
+    }
+    call = wire.CALL_TYPES["add_request"](request_id="0", prompt_token_ids=array("i", token_ids), **arguments)
+    received = wire.decode_to_child(wire.encode(call))
+    assert type(received) is type(call)
+    assert msgspec.structs.asdict(received) == {
+        "request_id": "0",
+        "prompt_token_ids": token_ids,
+        **arguments,
+    }
+
+
+@given(st.lists(st.floats(allow_nan=False), max_size=3), st.lists(st.integers(0, 2**31 - 1), max_size=3))
+def test_outputs_survive_the_wire_bit_for_bit(logprobs: list[float], token_ids: list[int]) -> None:
+    entry = TokenLogprobs(-0.1, 3, tuple(token_ids), tuple(logprobs))
+    output = EngineOutput(
+        request_id="0",
+        token_ids=token_ids,
+        logprobs=[entry],
+        prompt_logprobs=[None, entry],
+        finish_reason=FinishReason.STOP,
+        stop_reason=7,
+        finished=True,
+        metrics=RequestMetrics(num_cached_tokens=5),
+        error="é",
+    )
+    progress = wire.Progress([output], 3, True)
+    assert wire.decode_from_child(wire.encode(progress)) == progress
 
 
 def test_requests_without_a_seed_get_the_same_one(tiny_path: Path) -> None:
