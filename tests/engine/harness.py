@@ -28,7 +28,15 @@ class ScriptedModel(OracleModel):
 
     script: Sequence[int] = ()
 
-    def draw(self, prefix: int, last: int, sampling: Sampling, position: int, history: Sequence[int]) -> int:
+    def draw(
+        self,
+        prefix: int,
+        last: int,
+        sampling: Sampling,
+        position: int,
+        history: Sequence[int],
+        mask: bytes | None,
+    ) -> int:
         return self.script[position]
 
 
@@ -38,8 +46,16 @@ class LowIdModel(OracleModel):
 
     vocab_size: int = 64
 
-    def draw(self, prefix: int, last: int, sampling: Sampling, position: int, history: Sequence[int]) -> int:
-        return super().draw(prefix, last, sampling, position, history) % (self.vocab_size // 2)
+    def draw(
+        self,
+        prefix: int,
+        last: int,
+        sampling: Sampling,
+        position: int,
+        history: Sequence[int],
+        mask: bytes | None,
+    ) -> int:
+        return super().draw(prefix, last, sampling, position, history, mask) % (self.vocab_size // 2)
 
 
 class ScriptedDrafter:

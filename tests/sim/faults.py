@@ -514,6 +514,37 @@ def first_sampled_id_is_the_input(patch: pytest.MonkeyPatch) -> None:
     _change_resolved(patch, first_id)
 
 
+def _change_masks(patch: pytest.MonkeyPatch, change: Callable[[SeqStep], dict[str, Any]]) -> None:
+    """Run the real `_guide` on a step that is not quite the right one, and take only its masks."""
+    guide = LocalRuntime._guide
+
+    def guide_changed(self: LocalRuntime, step: SeqStep) -> SeqStep:
+        if step.sampling is None or step.sampling.grammar is None:
+            return step
+        values = {name: getattr(step, name) for name in SeqStep.__struct_fields__}
+        masks = guide(self, SeqStep(**{**values, **change(step)})).masks
+        return SeqStep(
+            **{**values, "masks": [masks[min(row, len(masks) - 1)] for row in range(1 + len(step.drafts))]}
+        )
+
+    patch.setattr(LocalRuntime, "_guide", guide_changed)
+
+
+@fault
+def masks_ignore_drafts(patch: pytest.MonkeyPatch) -> None:
+    """All rows of a step may draw what the first may."""
+    _change_masks(patch, lambda step: {"drafts": ()})
+
+
+@fault
+def masks_miss_the_newest_id(patch: pytest.MonkeyPatch) -> None:
+    def older(step: SeqStep) -> dict[str, Any]:
+        assert step.history is not None
+        return {"history": step.history[:-1]}
+
+    _change_masks(patch, older)
+
+
 # --- the draft model ------------------------------------------------------------------------------------------
 
 
