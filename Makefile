@@ -70,15 +70,16 @@ $(VENV)/.made:
 
 # The build tools live in the environment, not in a throwaway one, so that a rebuild compiles only what changed.
 $(VENV)/.build-tools: pyproject.toml $(VENV)/.made
-	$(REQUIREMENTS) build-system/requires | $(BIN)/python -m pip install -q cmake ninja -r /dev/stdin
+	@$(REQUIREMENTS) build-system/requires | $(BIN)/python -m pip install -q cmake ninja -r /dev/stdin
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.build-tools
-	CXX=$(CXX) $(BIN)/python -m pip install -q --no-build-isolation --editable .
+	@echo "building Segue into $(VENV)"
+	@CXX=$(CXX) $(BIN)/python -m pip install -q --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
-	( $(REQUIREMENTS) project/optional-dependencies/dev; \
+	@( $(REQUIREMENTS) project/optional-dependencies/dev; \
 		$(REQUIREMENTS) project/optional-dependencies/server ) | $(BIN)/python -m pip install -q -r /dev/stdin
 	@touch $@
 
