@@ -240,11 +240,13 @@ class OracleDraftExecutor(OracleExecutor):
         return super().forward(seqs)
 
     def _compare(self, seq: SeqStep) -> None:
-        for position in range(seq.start):
-            slot = self._slot(seq, position)
-            if self.target._slots[slot] is POISON:
-                self._slots[slot] = POISON
-                return
+        """After a failed step of this sequence the draft KV of that step is missing, too."""
+        slots = [self._slot(seq, position) for position in range(seq.start)]
+        has_failed = any(self.target._slots[slot] is POISON for slot in slots)
+        for position, slot in enumerate(slots):
             if self._slots[slot] != self.target._slots[slot]:
-                self.violations.append(f"draft KV at position {position} is of another history")
+                if has_failed:
+                    self._slots[slot] = POISON
+                else:
+                    self.violations.append(f"draft KV at position {position} is of another history")
                 return
