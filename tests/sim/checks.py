@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
 from segue.engine.outputs import EngineOutput
 from segue.engine.request import Request, State
@@ -176,3 +177,27 @@ def check_output(request_id: str, output: EngineOutput, expected: Answer, got: A
             metrics is not None and metrics.num_accepted_tokens <= metrics.num_draft_tokens, "bad metrics"
         )
     return got
+
+
+def check_work(
+    config: EngineConfig, num_prompt_tokens: int, output: EngineOutput, num_output_tokens: int
+) -> None:
+    """A request that was never preempted has computed each token once, but for drafts and what flew at its end."""
+    metrics = output.metrics
+    require(metrics is not None, f"{output.request_id} ended without metrics")
+    assert metrics is not None
+    num_cached = metrics.num_cached_tokens
+    require(
+        num_cached % config.block_size == 0 and num_cached < num_prompt_tokens,
+        f"{output.request_id}: {num_cached} cached tokens",
+    )
+    if metrics.num_preemptions:
+        return
+    needed = num_prompt_tokens - num_cached + num_output_tokens - 1
+    needed += metrics.num_draft_tokens - metrics.num_accepted_tokens
+    # Accepted drafts after a stop were computed for nothing.
+    wasted = metrics.num_computed_tokens - needed
+    require(
+        0 <= wasted <= config.num_speculative_tokens,
+        f"{output.request_id} has computed {metrics.num_computed_tokens} tokens and needed {needed}",
+    )

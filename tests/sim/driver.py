@@ -19,7 +19,7 @@ from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter
 from segue.speculate.ngram import NgramDrafter
-from tests.sim.checks import Checker, Violation, check_output, require
+from tests.sim.checks import Checker, Violation, check_output, check_work, require
 from tests.sim.grammar import GrammarParams, SimGuide
 from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
@@ -256,6 +256,10 @@ class World:
         if client.expected is not None and (output.token_ids or output.finish_reason is not None):
             client.got = check_output(client.request_id, output, client.expected, client.got)
             if output.finish_reason is not None:
+                if not client.resumable:
+                    num_output = len(client.expected.token_ids)
+                    num_prompt = len(client.plain.full) - num_output
+                    check_work(self.setup.config, num_prompt, output, num_output)
                 client.expected = None
                 client.begin()
         else:
