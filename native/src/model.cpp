@@ -14,9 +14,9 @@
 namespace segue {
 namespace {
 
-constexpr int kSharedRows = 64;   // up to this many rows, threads share the outputs of a matrix
+constexpr int kSharedRows = 128;  // up to this many rows, threads share the outputs of a matrix
 constexpr int kPrivateRows = 4;   // up to this many, each thread prepares all input rows itself
-constexpr int kChunkRows = 128;   // the most rows a thread takes through a run of operations at once
+constexpr int kChunkRows = 256;   // the most rows a thread takes through a run of operations at once
 constexpr int kLogitRows = 32;    // rows of logits computed together
 constexpr int kLogitsPadding = 16;  // keeps equal columns of rows out of one cache set
 
@@ -317,8 +317,8 @@ class Worker {
 
     void run_by_rows(size_t begin, size_t end) {
         const std::vector<PlanOp>& ops = model_.plan_.ops;
-        const int fair = round_up(ceil_div(step_.rows, 2 * threads_), kRowBlock);
-        share(step_.rows, std::min(fair, kChunkRows), [&](int first, int last) {
+        const int chunks = round_up(ceil_div(step_.rows, kChunkRows), threads_);
+        share(step_.rows, round_up(ceil_div(step_.rows, chunks), kRowBlock), [&](int first, int last) {
             for (size_t i = begin; i < end; ++i) run_rows(ops[i], first, last);
             if (end < ops.size()) {
                 if (const auto* attention = std::get_if<AttentionOp>(&ops[end])) store_kv_rows(*attention, first, last);

@@ -13,9 +13,9 @@ namespace segue {
 namespace {
 
 constexpr int kTileRows = 16;  // storing a tile takes as long with fewer
-constexpr int kMinRows = 12;   // fewer rows are faster without tiles
+constexpr int kMinRows = 20;    // fewer rows are as fast without tiles, which slow other vector instructions down
 constexpr int kMaxGroups = 48;  // groups of a panel that are unpacked at once; they stay in L1
-constexpr int kMaxRows = 128;  // rows whose accumulators wait while the next groups are unpacked
+constexpr int kMaxRows = 256;  // rows whose accumulators wait while the next groups are unpacked
 constexpr int kBatch = 2;      // groups whose dots are stored before they are added: loads then find them in L1
 
 // One group of one panel, as a tile wants it: [k / 4][16 outputs][4 k] of s8; then its scales and minima.
