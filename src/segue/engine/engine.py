@@ -226,14 +226,16 @@ class Engine:
                 self._settle_prefill(request, flight, seq)
 
     def _count(self, request: Request, flight: Flight, seq: SeqResult) -> None:
+        metrics, totals = request.metrics, self._totals
         num_computed = flight.num_tokens + seq.num_drafts
-        request.metrics.num_computed_tokens += num_computed
-        self._totals.num_computed_tokens += num_computed
+        metrics.num_computed_tokens += num_computed
+        totals.num_computed_tokens += num_computed
         if seq.num_drafts:
             num_accepted = len(seq.tokens) - 1
-            for metrics in (request.metrics, self._totals):
-                metrics.num_draft_tokens += seq.num_drafts
-                metrics.num_accepted_tokens += num_accepted
+            metrics.num_draft_tokens += seq.num_drafts
+            metrics.num_accepted_tokens += num_accepted
+            totals.num_draft_tokens += seq.num_drafts
+            totals.num_accepted_tokens += num_accepted
             if request.adaptive is not None:
                 request.adaptive.observe(seq.num_drafts, num_accepted)
 

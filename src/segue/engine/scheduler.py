@@ -317,8 +317,9 @@ class Scheduler:
         end = start + num_tokens
         samples = after is not None or (turn is not None and end == len(timeline.tokens))
         sampling = turn.sampling if turn is not None and samples else None
-        newest = timeline.flights[-1] if timeline.flights else None
-        draft_kv = max(timeline.draft_kv_len, newest.draft_kv_end if newest is not None else 0)
+        draft_kv = timeline.draft_kv_len
+        if self._has_draft_model and timeline.flights:
+            draft_kv = max(draft_kv, timeline.flights[-1].draft_kv_end)
         runs_draft_model = self._has_draft_model and (propose > 0 or num_tokens > 1 or not samples)
         needs_history = propose > 0 or runs_draft_model or (sampling is not None and sampling.needs_history)
         targets: Sequence[int] = ()
