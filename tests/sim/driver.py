@@ -63,7 +63,7 @@ class Setup:
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 7, 32, 200)),
                 enable_prefix_caching=rng.random() < 0.7,
-                async_depth=rng.randint(1, 3),
+                async_depth=rng.choice((1, 1, 2, 2, 3, 8)),
                 scheduling_policy=rng.choice(("fcfs", "priority")),
                 speculative=speculative,
                 eos_token_ids=EOS,
