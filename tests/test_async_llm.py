@@ -339,6 +339,23 @@ def test_killed_while_only_idle_streams_are_open(mortal: AsyncLLM) -> None:
     run(test)
 
 
+def test_killed_while_nobody_asks_anything(mortal: AsyncLLM) -> None:
+    async def silent() -> AsyncIterator[StreamingInput]:
+        await asyncio.sleep(60)
+        yield StreamingInput("never")
+
+    async def test() -> None:
+        stream = mortal.generate(silent())
+        await asyncio.sleep(0)
+        process_of(mortal).kill()
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            await anext(stream)
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            await mortal.check_health()
+
+    run(test)
+
+
 def test_engine_that_raises_is_dead(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Engine) -> list[EngineOutput]:
         raise ZeroDivisionError("oops")

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from segue.engine.check import check_chunk, check_request
-from segue.engine.client import EngineClient
+from segue.engine.client import EngineClient, EngineState
 from segue.engine.outputs import EngineOutput, FinishReason
 from segue.engine.request import Keep
 from segue.errors import EngineDead, ParameterError, UsageError
@@ -29,7 +29,7 @@ Handler = Callable[[EngineOutput | EngineDead], None]
 """Takes a request's outputs as they come. EngineDead is the last thing it gets."""
 
 IDLE_CHECK_S = 0.5
-"""How often an engine without work is asked whether it still lives, while requests are open."""
+"""How often an engine without work is asked whether it still lives."""
 
 T = TypeVar("T")
 
@@ -253,6 +253,11 @@ class EngineLoop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    @property
+    def state(self) -> EngineState:
+        """Whether requests are answered, will be in a moment, or never again."""
+        return self.client.state if self._dead is None else "dead"
+
     def check_alive(self) -> None:
         """Raises EngineDead if no command can be carried out any more."""
         if self._dead is not None:
@@ -327,7 +332,7 @@ class EngineLoop:
         """Those that are queued. Waits for one if there is nothing else to do."""
         if not self.client.has_unfinished_requests():
             with contextlib.suppress(queue.Empty):
-                self._commands.get(timeout=IDLE_CHECK_S if self._routes else None)()
+                self._commands.get(timeout=IDLE_CHECK_S)()
         for _ in range(self._commands.qsize()):  # those that come meanwhile must not hold up the step
             if not self._closing:
                 self._commands.get_nowait()()
