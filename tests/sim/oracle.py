@@ -116,6 +116,8 @@ class OracleExecutor:
             self.fail_next = False
             for slot in (slot for seq in seqs for slot in self._written_slots(seq)):
                 self._slots[slot] = POISON
+            for _, target in copies:
+                self._slots[target * self._block_size] = POISON
             raise RuntimeError("injected failure\nwith a second line")
         self._copy(copies)
         if self.log is not None:
