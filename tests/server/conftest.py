@@ -48,10 +48,16 @@ def long_llm(long_path: Path) -> Iterator[LLM]:
 class Scripted:
     """A server whose model says what it is told to."""
 
-    def __init__(self, server: RunningServer, script: Script, tokenizer: Tokenizer) -> None:
+    def __init__(self, server: RunningServer, script: Script, tokenizer: Tokenizer, llm: AsyncLLM) -> None:
         self.server = server
         self.script = script
         self.tokenizer = tokenizer
+        self._llm = llm
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose answers somebody waits for."""
+        return len(self._llm._answers)
 
     def say(self, text: str) -> None:
         self.script.token_ids = self.tokenizer.encode(text)
@@ -66,5 +72,9 @@ def scripted(
     script = Script(tokenizer.vocab_size, end_id)
     monkeypatch.setattr(EngineArgs, "_executor", lambda args, file: script)
     options = getattr(request, "param", ServerOptions(tool_call_parser="hermes"))
-    with serve_script(AsyncLLM(scripted_args(tiny_path)), options) as running:
-        yield Scripted(running, script, tokenizer)
+    llm = AsyncLLM(scripted_args(tiny_path))
+    with serve_script(llm, options) as running:
+        try:
+            yield Scripted(running, script, tokenizer, llm)
+        finally:
+            script.close()

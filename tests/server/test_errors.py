@@ -212,7 +212,7 @@ def test_keys(scripted: Scripted) -> None:
         for headers, code in (
             ({}, None),
             ({"authorization": "Bearer three"}, "invalid_api_key"),
-            ({"authorization": "Bearer "}, "invalid_api_key"),
+            ({"authorization": "Bearer"}, "invalid_api_key"),
             ({"authorization": "Basic one"}, "invalid_api_key"),
         ):
             for method, path in (

@@ -64,12 +64,12 @@ class MistralReader(ToolReader):
         while (yield from self.call(self.object_call)):
             self.begin_raw()
             yield from self.space()
+            if self.char == "]":
+                yield from self.next()
             if self.char != ",":
-                break
+                return
             yield from self.next()
             yield from self.space()
-        if self.char == "]":
-            yield from self.next()
 
     def _named(self, call: Call) -> Steps:
         name = ""
