@@ -323,6 +323,22 @@ def test_margins_of_the_configurations() -> None:
     assert margins == [0, 5, 7]
 
 
+def test_requests_that_gave_up_waiting_are_forgotten() -> None:
+    """Also when those before them never cease: the queue does not grow with everybody who went away."""
+    harness = Harness(scheduling_policy="priority", max_num_seqs=1)
+    harness.add("first", [2, 3], greedy(100, ignore_eos=True))
+    harness.add("next", [4], greedy(2))
+    harness.step()
+    for i in range(1000):
+        harness.add(f"impatient {i}", [2] * 20, greedy(5), priority=1)
+        harness.engine.abort_request(f"impatient {i}")
+    assert len(harness.engine.scheduler._waiting) < 10
+    harness.add("patient", [5], greedy(2), priority=1)
+    harness.run()
+    for name, prompt in (("next", [4]), ("patient", [5])):
+        assert harness.said[name].token_ids == harness.expect(prompt, greedy(2)).token_ids
+
+
 # --- the schedule changes nothing -------------------------------------------------------------------------------
 
 REQUESTS = {

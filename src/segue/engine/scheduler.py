@@ -62,7 +62,9 @@ class Scheduler:
         """In order."""
         self.num_preemptions = 0
         self._waiting: list[tuple[Key, int, Request]] = []
-        """A heap. Entries of requests that are no longer waiting are dropped when they come up."""
+        """A heap. Entries of requests that wait no longer are dropped when they come up, or when they are many."""
+        self._num_stale = 0
+        """About how many of its entries are such."""
         self._num_pushed = 0
         self._holders: dict[Request, None] = {}
         """Not running, holding blocks; in the order in which they stopped."""
@@ -92,6 +94,10 @@ class Scheduler:
         request.state = State.WAITING
         if request.timeline.blocks:
             self._holders[request] = None
+        if self._num_stale > len(self._waiting) // 2:
+            self._waiting = [entry for entry in self._waiting if self._is_current(entry)]
+            heapq.heapify(self._waiting)
+            self._num_stale = 0
         self._num_pushed += 1
         heapq.heappush(self._waiting, (self.key(request), self._num_pushed, request))
 
@@ -114,6 +120,11 @@ class Scheduler:
             self._clear_reserve(request)
         else:
             self._holders.pop(request, None)
+            self._num_stale += request.state is State.WAITING
+
+    def _is_current(self, entry: tuple[Key, int, Request]) -> bool:
+        key, _, request = entry
+        return request.state is State.WAITING and key == self.key(request)
 
     def _preempt(self, victim: Request) -> None:
         """Take all its blocks. A running request waits again and is recomputed; others stay what they are."""
@@ -373,10 +384,10 @@ class Scheduler:
 
     def _first_waiting(self) -> Request | None:
         while self._waiting:
-            key, _, request = self._waiting[0]
-            if request.state is State.WAITING and key == self.key(request):
-                return request
+            if self._is_current(self._waiting[0]):
+                return self._waiting[0][-1]
             heapq.heappop(self._waiting)
+            self._num_stale = max(0, self._num_stale - 1)
         return None
 
     def _fit(self, request: Request) -> bool:
