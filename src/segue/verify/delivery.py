@@ -50,17 +50,31 @@ class Delivered(msgspec.Struct, frozen=True):
     evidence: Evidence
 
 
-def deliver(bench: Bench, tokenizer: Tokenizer, cases: Sequence[Case], setup: Setup, seed: int) -> Delivered:
+def plan_rounds(cases: Sequence[Case], setup: Setup) -> list[list[Case]]:
+    """The requests as often as they are sent; a round is over before the next begins.
+
+    In a tight pool nothing outlives a round, so there everything that is sent twice is sent twice in a row.
+    """
+    if not setup.repeat:
+        return [list(cases)]
+    if setup.pool == "tight":
+        return [[case for case in cases for _ in range(2)]]
+    return [list(cases), list(cases)]
+
+
+def deliver(
+    bench: Bench, tokenizer: Tokenizer, rounds: Sequence[Sequence[Case]], setup: Setup, seed: int
+) -> Delivered:
     """Answers the requests in the way that `setup` says, and closes the engine. `seed` is for where texts are cut.
 
     Raises RequestFailed, EngineDead.
     """
     evidence = Evidence(setup=setup, threads=bench.threads, is_own_process=bench.watched is None)
     if setup.uses_sessions:
-        answers = asyncio.run(_Sessions(bench.client, tokenizer, setup, seed, evidence).answer(cases))
+        answers = asyncio.run(_Sessions(bench.client, tokenizer, setup, seed, evidence).answer(rounds))
     else:
         try:
-            answers = _Requests(bench.client, tokenizer, setup, evidence).answer(cases)
+            answers = _Requests(bench.client, tokenizer, setup, evidence).answer(rounds)
         finally:
             bench.client.close()
     watched = bench.watched
@@ -91,11 +105,10 @@ class _Requests:
         self._evidence = evidence
         self._numbers = itertools.count()
 
-    def answer(self, cases: Sequence[Case]) -> list[Answer]:
-        groups = [cases] if self._setup.together else [[case] for case in cases]
+    def answer(self, rounds: Sequence[Sequence[Case]]) -> list[Answer]:
         answers = []
-        for _ in range(2 if self._setup.repeat else 1):
-            for group in groups:
+        for cases in rounds:
+            for group in [cases] if self._setup.together else [[case] for case in cases]:
                 answers += self._answer_group(group)
         _note_stats(self._evidence, self._client.stats)
         return answers
@@ -147,10 +160,10 @@ class _Sessions:
         self._sessions: list[Session] = []
         """Open ones."""
 
-    async def answer(self, cases: Sequence[Case]) -> list[Answer]:
+    async def answer(self, rounds: Sequence[Sequence[Case]]) -> list[Answer]:
         try:
             answers = []
-            for _ in range(2 if self._setup.repeat else 1):
+            for cases in rounds:
                 answers += await self._answer_once(cases)
                 await self._note()
                 self._close_sessions()

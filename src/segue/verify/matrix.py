@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from segue.verify.cases import Case, Scope, build_cases
-from segue.verify.delivery import Answer, Logprobs, deliver
+from segue.verify.cases import Scope, build_cases
+from segue.verify.delivery import Answer, Delivered, Logprobs, deliver, plan_rounds
 from segue.verify.modes import PLAIN, Combination, Evidence, Mode, Setup, Skipped, plan
 from segue.verify.workbench import Workbench
+
+LONG_ANSWERS = 3
+"""How many times as long as others."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,10 +104,14 @@ class Verification:
         self._bench = bench
         self._seed = seed
         self._base = Setup(scope=scope)
-        self._cases = build_cases(
-            bench.tokenizer, max_model_len=bench.max_model_len, answer_len=answer_len, seed=seed
-        )
-        self._plain: dict[str, Answer] = {}
+        self._cases = {
+            is_long: build_cases(
+                bench.tokenizer, max_model_len=bench.max_model_len, answer_len=length, seed=seed
+            )
+            for is_long, length in ((False, answer_len), (True, LONG_ANSWERS * answer_len))
+        }
+        self._plain: dict[tuple[bool, str], Answer] = {}
+        """By whether answers are long, and the request's name."""
         self.combinations, self.skipped = plan(modes, pairs=pairs, base=self._base)
 
     def run(self, model: str, done: Callable[[str], None] = lambda name: None) -> Report:
@@ -126,24 +133,27 @@ class Verification:
         )
 
     def _run_plain(self) -> None:
-        scope = max([self._base.scope, *(each.setup.scope for each in self.combinations)])
-        setup = msgspec.structs.replace(PLAIN, scope=scope)
-        cases = self._chosen(scope)
-        bench = self._bench.open(setup, cases)
-        delivered = deliver(bench, self._bench.tokenizer, cases, setup, self._seed)
-        self._plain = {answer.case: answer for answer in delivered.answers}
+        for is_long in (False, True):
+            scopes = [each.setup.scope for each in self.combinations if each.setup.long_answers is is_long]
+            if not scopes:
+                continue
+            setup = msgspec.structs.replace(PLAIN, scope=max(scopes), long_answers=is_long)
+            for answer in self._deliver(setup).answers:
+                self._plain[is_long, answer.case] = answer
 
-    def _chosen(self, scope: Scope) -> list[Case]:
-        return [case for case in self._cases if case.scope <= scope]
+    def _deliver(self, setup: Setup) -> Delivered:
+        cases = [case for case in self._cases[setup.long_answers] if case.scope <= setup.scope]
+        sent = plan_rounds(cases, setup)
+        bench = self._bench.open(setup, sent[0])
+        return deliver(bench, self._bench.tokenizer, sent, setup, self._seed)
 
     def _run(self, combination: Combination) -> Run:
         start_s = time.perf_counter()
         setup = combination.setup
-        cases = self._chosen(setup.scope)
-        bench = self._bench.open(setup, cases)
-        delivered = deliver(bench, self._bench.tokenizer, cases, setup, self._seed)
+        delivered = self._deliver(setup)
         differences = (
-            compare(combination.name, self._plain[answer.case], answer) for answer in delivered.answers
+            compare(combination.name, self._plain[setup.long_answers, answer.case], answer)
+            for answer in delivered.answers
         )
         return Run(
             name=combination.name,

@@ -47,6 +47,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """As live sessions which are all told their text before the first is answered, so that some lose their KV."""
 
     scope: Scope = Scope.MEDIUM
+    long_answers: bool = False
+    """Answers that need more blocks than their prompts."""
 
     @property
     def uses_sessions(self) -> bool:
@@ -90,19 +92,23 @@ class Mode(msgspec.Struct, frozen=True, kw_only=True):
     """What is counted."""
     count: Callable[[Evidence], int | None]
     """More than 0: it happened. None: cannot be seen."""
-    scope: Scope | None = None
-    """What it must answer to take effect, or is too slow to answer more than. None: it does not matter."""
+    needs: Scope | None = None
+    """What must be answered for it to take effect."""
+    at_most: Scope | None = None
+    """It is too slow to answer more, or takes effect with less."""
 
 
 def _mode(
     name: str,
     sign: str,
     count: Callable[[Evidence], int | None],
-    scope: Scope | None = None,
+    *,
+    needs: Scope | None = None,
+    at_most: Scope | None = None,
     **changes: object,
 ) -> Mode:
     assert set(changes) <= set(Setup.__struct_fields__)
-    return Mode(name=name, changes=changes, sign=sign, count=count, scope=scope)
+    return Mode(name=name, changes=changes, sign=sign, count=count, needs=needs, at_most=at_most)
 
 
 def _requests_beside(evidence: Evidence) -> int | None:
@@ -136,13 +142,13 @@ MODES: tuple[Mode, ...] = (
         _split_prompts,
         max_num_batched_tokens=1,
         max_num_seqs=1,
-        scope=Scope.SHORT,
+        at_most=Scope.SHORT,
     ),
     _mode("chunks of 7", "prompts in chunks", _split_prompts, max_num_batched_tokens=7),
-    _mode("chunks of 64", "prompts in chunks", _split_prompts, max_num_batched_tokens=64),
-    _mode("chunks of 512", "prompts in chunks", _split_prompts, max_num_batched_tokens=512, scope=Scope.LONG),
+    _mode("chunks of 64", "prompts in chunks", _split_prompts, needs=Scope.MEDIUM, max_num_batched_tokens=64),
+    _mode("chunks of 512", "prompts in chunks", _split_prompts, max_num_batched_tokens=512, needs=Scope.LONG),
     _mode("2 threads", "more threads", lambda seen: seen.threads - 1, threads=2),
-    _mode("3 threads", "more threads", lambda seen: seen.threads - 1, Scope.SHORT, threads=3),
+    _mode("3 threads", "more threads", lambda seen: seen.threads - 1, at_most=Scope.SHORT, threads=3),
     _mode("blocks of 5", "blocks of 5", lambda seen: int(seen.setup.block_size == 5), block_size=5),
     _mode("blocks of 32", "blocks of 32", lambda seen: int(seen.setup.block_size == 32), block_size=32),
     _mode(
@@ -154,11 +160,12 @@ MODES: tuple[Mode, ...] = (
     ),
     _mode(
         "preemption",
-        "preemptions",
-        lambda seen: seen.num_preemptions,
+        "preemptions and evictions",
+        lambda seen: seen.num_preemptions + (seen.num_evicted_sessions or 0),
         pool="tight",
         together=True,
-        scope=Scope.SHORT,
+        long_answers=True,
+        at_most=Scope.SHORT,
     ),
     _mode("n-gram drafts", "drafts kept", _accepted, speculation="ngram"),
     _mode("draft model", "drafts kept", _accepted, speculation="draft_model"),
@@ -199,7 +206,7 @@ def combine(modes: Sequence[Mode], base: Setup = PLAIN) -> Combination | Skipped
         for field, value in mode.changes.items():
             if changes.setdefault(field, value) != value:
                 return Skipped(name, f"{field} is {changes[field]} or {value}")
-    setup = msgspec.structs.replace(base, **changes, scope=_scope([mode.scope for mode in modes], base.scope))
+    setup = msgspec.structs.replace(base, **changes, scope=_scope(modes, base.scope))
     if setup.adaptive and setup.speculation == "none":
         # Drafts that are often wrong: there is something to adapt to.
         setup = msgspec.structs.replace(setup, speculation="ngram")
@@ -207,12 +214,13 @@ def combine(modes: Sequence[Mode], base: Setup = PLAIN) -> Combination | Skipped
     return Combination(tuple(modes), setup) if why is None else Skipped(name, why)
 
 
-def _scope(wanted: Sequence[Scope | None], default: Scope) -> Scope:
-    """A long prompt if somebody needs it, else as little as anybody asks for."""
-    scopes = [scope for scope in wanted if scope is not None]
-    if Scope.LONG in scopes or default is Scope.LONG:
-        return Scope.LONG
-    return min(scopes, default=default)
+def _scope(modes: Sequence[Mode], default: Scope) -> Scope:
+    """As much as one of the modes needs, else as little as one of them wants."""
+    needed = [mode.needs for mode in modes if mode.needs is not None]
+    wanted = [mode.at_most for mode in modes if mode.at_most is not None]
+    if needed:
+        return max(*needed, default) if default is Scope.LONG else max(needed)
+    return min(wanted, default=default)
 
 
 def _contradiction(setup: Setup) -> str | None:

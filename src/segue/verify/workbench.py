@@ -24,10 +24,13 @@ from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile
 
 NUM_DRAFTS = 4
-SPARE_TOKENS = 48
-"""Room of a request beyond its prompt and answer: drafts, and wrong texts that become more tokens than right ones."""
+WRONG_TOKENS = 40
+"""Room for wrong texts, which become more tokens than right ones."""
 AMPLE = 6
-"""An ample pool holds this many times what all requests come to: both sides of forks, twice, and what is cached."""
+"""An ample pool holds this many times what all requests come to: both sides of forks, and what is cached."""
+
+_POOL_SIZES = 4
+"""How many sizes of a tight pool are considered."""
 
 WrapExecutor = Callable[[Executor], Executor]
 
@@ -114,7 +117,7 @@ class Workbench:
 
     def open(self, setup: Setup, cases: Sequence[Case]) -> Bench:
         """An engine for these requests. Its `close` leaves the model loaded."""
-        max_model_len = min(self.max_model_len, max(case.num_tokens for case in cases) + SPARE_TOKENS)
+        max_model_len = min(self.max_model_len, max(case.num_tokens for case in cases) + _spare_tokens(setup))
         num_kv_blocks = self._num_kv_blocks(setup, cases, max_model_len)
         if setup.own_process:
             return self._open_process(setup, max_model_len, num_kv_blocks)
@@ -162,7 +165,7 @@ class Workbench:
             case "ample":
                 # Counted in blocks: each request may leave its last one nearly empty.
                 return longest + AMPLE * sum(
-                    -(-(case.num_tokens + SPARE_TOKENS) // setup.block_size) for case in cases
+                    -(-(case.num_tokens + _spare_tokens(setup)) // setup.block_size) for case in cases
                 )
             case "tight":
                 return _tight_pool(setup, cases, longest)
@@ -246,10 +249,15 @@ def _tight_pool(setup: Setup, cases: Sequence[Case], longest: int) -> int:
             admitted += blocks_for(len(case.token_ids) + _margin(setup))
             if admitted > pool:
                 break
-            final += blocks_for(case.num_tokens)
+            final += blocks_for(case.num_tokens - 1)
         return final - pool
 
-    return max(range(longest, longest + blocks_for(SPARE_TOKENS) + 1), key=lack)
+    return max(range(longest, longest + _POOL_SIZES), key=lack)
+
+
+def _spare_tokens(setup: Setup) -> int:
+    """Room of a request beyond its prompt and answer."""
+    return _margin(setup) + (WRONG_TOKENS if setup.revised else 0)
 
 
 def _margin(setup: Setup) -> int:
