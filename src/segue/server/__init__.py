@@ -3,7 +3,7 @@
     app.py           the routes, and what every request passes through
     completions.py   one module an endpoint: body → SamplingParams and prompts → Answers → JSON or events
     chat.py
-    responses.py
+    responses.py, response_objects.py
     tokens.py        tokenize, detokenize
     info.py          models, health, version, metrics, documentation
     body.py          a request's JSON, checked          sampling.py   its sampling fields

@@ -20,7 +20,8 @@ from segue.server.errors import error_response, on_not_found, on_wrong_method
 from segue.server.events import CLIENT_CLOSED_REQUEST
 from segue.server.info import Model, ModelList, Version, get_model, health, list_models, metrics, version
 from segue.server.openapi import Endpoint, openapi_json
-from segue.server.responses import AnyEvent, ResponseObject, ResponsesRequest, create_response
+from segue.server.response_objects import AnyEvent, ResponseObject
+from segue.server.responses import ResponsesRequest, create_response
 from segue.server.serving import Serving
 from segue.server.tokens import (
     DetokenizeRequest,

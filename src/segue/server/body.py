@@ -1,6 +1,5 @@
 """A request's body: JSON within a size, as a struct. Fields that are not known are ignored and logged."""
 
-import logging
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -12,8 +11,6 @@ from starlette.requests import ClientDisconnect, Request
 from segue.errors import ParameterError
 from segue.server.errors import HttpError
 from segue.server.serving import serving_of
-
-log = logging.getLogger("segue.server")
 
 _AT = re.compile(r"^(?P<why>.*) - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
@@ -41,11 +38,7 @@ Body = TypeVar("Body", bound=RequestBody)
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
     """The body as a struct. Raises HttpError or ParameterError."""
-    return parse_body(await _read_json(request), kind)
-
-
-def parse_body(fields: object, kind: type[Body]) -> Body:
-    """Decoded JSON as a struct; the same errors."""
+    fields = await _read_json(request)
     if not isinstance(fields, dict):
         raise HttpError("the body must be a JSON object")
     for name, rule in kind.unsupported.items():
@@ -55,7 +48,8 @@ def parse_body(fields: object, kind: type[Body]) -> Body:
     known = set(kind.__struct_encode_fields__) | kind.ignored | set(kind.unsupported)
     for name in fields:
         if name not in known:
-            log.warning("%s: ignored the unknown field %s", kind.__name__, ascii(name)[:_SHOWN_CHARS])
+            unknown = ascii(name)[:_SHOWN_CHARS]
+            serving_of(request).warn_once(f"{kind.__name__}: ignored the unknown field {unknown}")
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:

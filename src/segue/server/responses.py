@@ -5,10 +5,9 @@ The answer is built by its events: what is not streamed is the last event's resp
 
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,6 +21,36 @@ from segue.server.errors import error_of, fields_named
 from segue.server.events import EventStream, json_when_done, named_event
 from segue.server.logprobs import LogprobWriter, TokenLogprob
 from segue.server.prompts import encode_messages
+from segue.server.response_objects import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    Completed,
+    Created,
+    Event,
+    Failed,
+    FunctionCallItem,
+    FunctionTool,
+    Incomplete,
+    IncompleteDetails,
+    InProgress,
+    InputTokensDetails,
+    Item,
+    ItemAdded,
+    ItemDone,
+    MessageItem,
+    NamedFunction,
+    OutputText,
+    OutputTokensDetails,
+    PartAdded,
+    PartDone,
+    ResponseError,
+    ResponseEvent,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+    TextDelta,
+    TextDone,
+)
 from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, Count, SamplingFields
 from segue.server.serving import Serving, new_id, serving_of
 from segue.server.tools.calls import (
@@ -38,21 +67,6 @@ from segue.server.usage import Usage
 
 LOGPROBS = "message.output_text.logprobs"
 """In `include`: the answer's logprobs."""
-
-Status = Literal["in_progress", "completed", "incomplete", "failed"]
-
-
-class FunctionTool(msgspec.Struct, kw_only=True):
-    type: Literal["function"]
-    name: Annotated[str, Meta(min_length=1, max_length=256)]
-    description: str | None = None
-    parameters: dict[str, object] | None = None
-    strict: bool | None = None
-
-
-class NamedFunction(msgspec.Struct, kw_only=True):
-    type: Literal["function"]
-    name: str
 
 
 class ResponsesRequest(SamplingFields, kw_only=True):
@@ -101,193 +115,6 @@ class ResponsesRequest(SamplingFields, kw_only=True):
                 max_tokens=self.max_output_tokens,
                 logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
             )
-
-
-# --- the response ---------------------------------------------------------------------------------------------
-
-
-class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    text: str = ""
-    annotations: list[dict[str, object]] = []
-    logprobs: list[TokenLogprob] = []
-
-
-class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    id: str
-    status: Status = "in_progress"
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText] = []
-
-
-class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    id: str
-    call_id: str
-    name: str
-    arguments: str = ""
-    status: Status = "in_progress"
-
-
-Item = MessageItem | FunctionCallItem
-
-
-class InputTokensDetails(msgspec.Struct, kw_only=True):
-    cached_tokens: int
-
-
-class OutputTokensDetails(msgspec.Struct, kw_only=True):
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(msgspec.Struct, kw_only=True):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class ResponseError(msgspec.Struct, kw_only=True):
-    code: str
-    message: str
-
-
-class IncompleteDetails(msgspec.Struct, kw_only=True):
-    reason: str
-
-
-class PlainText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    pass
-
-
-class TextSettings(msgspec.Struct, frozen=True):
-    format: PlainText = PlainText()
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    status: Status = "in_progress"
-    background: bool = False
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    model: str
-    output: list[Item] = []
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    reasoning: None = None
-    store: bool = False
-    temperature: float
-    text: TextSettings = TextSettings()
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction
-    tools: list[FunctionTool]
-    top_p: float
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-
-
-# --- events ---------------------------------------------------------------------------------------------------
-
-
-class Event(msgspec.Struct, kw_only=True, tag_field="type"):
-    sequence_number: int = -1
-
-
-class ResponseEvent(Event, kw_only=True):
-    response: ResponseObject
-
-
-class Created(ResponseEvent, tag="response.created"):
-    pass
-
-
-class InProgress(ResponseEvent, tag="response.in_progress"):
-    pass
-
-
-class Completed(ResponseEvent, tag="response.completed"):
-    pass
-
-
-class Incomplete(ResponseEvent, tag="response.incomplete"):
-    pass
-
-
-class Failed(ResponseEvent, tag="response.failed"):
-    pass
-
-
-class ItemAdded(Event, kw_only=True, tag="response.output_item.added"):
-    output_index: int
-    item: Item
-
-
-class ItemDone(Event, kw_only=True, tag="response.output_item.done"):
-    output_index: int
-    item: Item
-
-
-class PartAdded(Event, kw_only=True, tag="response.content_part.added"):
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    part: OutputText
-
-
-class PartDone(Event, kw_only=True, tag="response.content_part.done"):
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    part: OutputText
-
-
-class TextDelta(Event, kw_only=True, tag="response.output_text.delta"):
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    delta: str
-    logprobs: list[TokenLogprob]
-
-
-class TextDone(Event, kw_only=True, tag="response.output_text.done"):
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    text: str
-    logprobs: list[TokenLogprob]
-
-
-class ArgumentsDelta(Event, kw_only=True, tag="response.function_call_arguments.delta"):
-    item_id: str
-    output_index: int
-    delta: str
-
-
-class ArgumentsDone(Event, kw_only=True, tag="response.function_call_arguments.done"):
-    item_id: str
-    output_index: int
-    name: str
-    arguments: str
-
-
-AnyEvent = (
-    Created
-    | InProgress
-    | Completed
-    | Incomplete
-    | Failed
-    | ItemAdded
-    | ItemDone
-    | PartAdded
-    | PartDone
-    | TextDelta
-    | TextDone
-    | ArgumentsDelta
-    | ArgumentsDone
-)
 
 
 # --- the endpoint ---------------------------------------------------------------------------------------------

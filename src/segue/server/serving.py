@@ -1,5 +1,6 @@
 """What the endpoints share: the model, its names, the options, the metrics."""
 
+import logging
 import time
 import uuid
 from functools import cached_property
@@ -14,6 +15,9 @@ from segue.server.metrics import Metrics
 from segue.server.options import ServerOptions, ToolFormat
 from segue.server.tools.formats import tool_format_of
 
+log = logging.getLogger("segue.server")
+
+MAX_WARNINGS = 1000
 SYSTEM_FINGERPRINT = f"segue-{__version__}"
 """OpenAI's name of what an answer depends on beside the request: with a seed, nothing else here."""
 
@@ -28,6 +32,7 @@ class Serving:
         self.model_names = options.served_model_names or (model,)
         self.created = self.now()
         self.metrics = Metrics(self.model_name)
+        self._warnings: set[str] = set()
 
     @property
     def model_name(self) -> str:
@@ -52,6 +57,12 @@ class Serving:
     def longest_token_bytes(self) -> int:
         tokenizer = self.llm.get_tokenizer()
         return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+    def warn_once(self, warning: str) -> None:
+        """Into the log, however often it is the case."""
+        if warning not in self._warnings and len(self._warnings) < MAX_WARNINGS:
+            self._warnings.add(warning)
+            log.warning(warning)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises HttpError for a model that is not served here."""
