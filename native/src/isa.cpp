@@ -18,7 +18,13 @@ struct Isa {
 };
 
 #if defined(__x86_64__)
-// Which compilers can ask for by name only lately.
+// These two by number: only recent compilers know their names.
+bool has_avx_vnni() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned kAvxVnni = 1u << 4;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & kAvxVnni) != 0;
+}
+
 bool has_amx_int8() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
@@ -36,6 +42,7 @@ std::vector<Isa> known_isas() {
                         __builtin_cpu_supports("avx512vnni");
     return {{"avx512_amx", avx512 && has_amx_int8() && request_amx(), avx512_amx_kernels},
             {"avx512", avx512, avx512_kernels},
+            {"avx2_vnni", avx2 && has_avx_vnni(), avx2_vnni_kernels},
             {"avx2", avx2, avx2_kernels},
             {"portable", true, portable_kernels}};
 #else

@@ -14,7 +14,7 @@ from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile
 from tests.weights.make_gguf import tiny_llama
 
-ISAS = ("avx512_amx", "avx512", "avx2", "portable")
+ISAS = ("avx512_amx", "avx512", "avx2_vnni", "avx2", "portable")
 QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
 FLOAT_TYPES = ("F32", "F16", "BF16")
 

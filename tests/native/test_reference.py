@@ -60,13 +60,16 @@ def test_quantised_weights(kind: str, models: dict[str, Loaded], isas: list[str]
         assert relative_rms(got, expected) < QUANTISED_BOUND, isa
 
 
-def test_matrix_registers_give_the_bits_of_avx512(models: dict[str, Loaded], isas: list[str]) -> None:
-    if "avx512_amx" not in isas:
-        pytest.skip("this CPU has no AMX-INT8")
+@pytest.mark.parametrize(("isa", "other"), [("avx512_amx", "avx512"), ("avx2_vnni", "avx2")])
+def test_integer_instructions_give_the_same_bits(
+    isa: str, other: str, models: dict[str, Loaded], isas: list[str]
+) -> None:
+    """Where only the exact integer sums are computed with other instructions."""
+    if isa not in isas:
+        pytest.skip(f"this CPU has no {isa}")
     for kind in QUANTISED_TYPES:
-        with_tiles = make_executor(models[kind], isa="avx512_amx").logits(IDS)
-        without = make_executor(models[kind], isa="avx512").logits(IDS)
-        assert np.array_equal(with_tiles, without), kind
+        got = make_executor(models[kind], isa=isa).logits(IDS)
+        assert np.array_equal(got, make_executor(models[kind], isa=other).logits(IDS)), kind
 
 
 def exact_inputs(rows: int, width: int, rng: np.random.Generator) -> FloatArray:

@@ -11,6 +11,7 @@
 
 #include "kernels/rows.hpp"
 #include "kernels/table.hpp"
+#include "kernels/unroll.hpp"
 
 namespace segue {
 namespace {
@@ -133,21 +134,19 @@ inline void score_vectors(const Tile<T>& tile, int first, const float* q, int he
         k[j] = tile.k[(first + j) / kPerUnit] + ((first + j) % kPerUnit) * V::lanes;
     }
     F acc[MR][NK];
-    for (int m = 0; m < MR; ++m) {
-        for (int j = 0; j < NK; ++j) acc[m][j] = V::zero();
-    }
+    unroll<MR>([&](auto m) { unroll<NK>([&](auto j) { acc[m][j] = V::zero(); }); });
     size_t at = 0;
     for (int d = 0; d < head_dim; ++d, at += tile.k_stride) {
         F kv[NK];
-        for (int j = 0; j < NK; ++j) kv[j] = V::load(k[j] + at);
-        for (int m = 0; m < MR; ++m) {
+        unroll<NK>([&](auto j) { kv[j] = V::load(k[j] + at); });
+        unroll<MR>([&](auto m) __attribute__((always_inline)) {
             const F qv = V::set1(q[m * head_dim + d]);
-            for (int j = 0; j < NK; ++j) acc[m][j] = V::fma(qv, kv[j], acc[m][j]);
-        }
+            unroll<NK>([&](auto j) { acc[m][j] = V::fma(qv, kv[j], acc[m][j]); });
+        });
     }
-    for (int m = 0; m < MR; ++m) {
-        for (int j = 0; j < NK; ++j) V::store(scores + m * kTileKeys + (first + j) * V::lanes, acc[m][j]);
-    }
+    unroll<MR>([&](auto m) {
+        unroll<NK>([&](auto j) { V::store(scores + m * kTileKeys + (first + j) * V::lanes, acc[m][j]); });
+    });
 }
 
 template <class V, class T, int MR>
@@ -195,31 +194,31 @@ inline void weigh_dims(const Tile<T>& tile, int v_stride, int dim, const float* 
                        float* acc) {
     using F = typename V::F;
     F sums[MR][ND];
-    for (int m = 0; m < MR; ++m) {
-        for (int i = 0; i < ND; ++i) {
+    unroll<MR>([&](auto m) {
+        unroll<ND>([&](auto i) {
             sums[m][i] = V::mul(V::load(acc + m * v_stride + dim + i * V::lanes), V::set1(factor[m]));
-        }
-    }
+        });
+    });
     for (int begin = 0; begin < keys[0]; begin += kUnit) {
         const T* v = tile.v[begin / kUnit] + dim;
         const int end = keys[0] - begin < kUnit ? keys[0] - begin : kUnit;
         for (int j = 0; j < end; ++j, v += v_stride) {
             F vv[ND];
-            for (int i = 0; i < ND; ++i) vv[i] = V::load(v + i * V::lanes);
-            for (int m = 0; m < MR; ++m) {
+            unroll<ND>([&](auto i) { vv[i] = V::load(v + i * V::lanes); });
+            unroll<MR>([&](auto m) __attribute__((always_inline)) {
                 const F weight = V::set1(p[m * kTileKeys + begin + j]);
-                for (int i = 0; i < ND; ++i) sums[m][i] = V::fma(weight, vv[i], sums[m][i]);
-            }
+                unroll<ND>([&](auto i) { sums[m][i] = V::fma(weight, vv[i], sums[m][i]); });
+            });
         }
     }
-    for (int m = 0; m < MR; ++m) {
+    unroll<MR>([&](auto m) __attribute__((always_inline)) {
         for (int j = keys[0]; j < keys[m]; ++j) {
             const T* v = tile.v[j / kUnit] + (j % kUnit) * v_stride + dim;
             const F weight = V::set1(p[m * kTileKeys + j]);
-            for (int i = 0; i < ND; ++i) sums[m][i] = V::fma(weight, V::load(v + i * V::lanes), sums[m][i]);
+            unroll<ND>([&](auto i) { sums[m][i] = V::fma(weight, V::load(v + i * V::lanes), sums[m][i]); });
         }
-        for (int i = 0; i < ND; ++i) V::store(acc + m * v_stride + dim + i * V::lanes, sums[m][i]);
-    }
+        unroll<ND>([&](auto i) { V::store(acc + m * v_stride + dim + i * V::lanes, sums[m][i]); });
+    });
 }
 
 template <class V, class T, int MR>

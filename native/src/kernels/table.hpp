@@ -172,6 +172,7 @@ struct KernelTable {
 const KernelTable& portable_kernels();
 #if defined(__x86_64__)
 const KernelTable& avx2_kernels();
+const KernelTable& avx2_vnni_kernels();
 const KernelTable& avx512_kernels();
 const KernelTable& avx512_amx_kernels();
 // Asks the system for the matrix registers; false where it has none.

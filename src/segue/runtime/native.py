@@ -14,7 +14,7 @@ from segue.runtime.contract import ForwardResult, SeqStep, TokenLogprobs
 from segue.weights.model_file import ModelFile
 
 ISA_VARIABLE: Final = "SEGUE_ISA"
-"""Environment variable that forces an instruction set: avx512, avx2 or portable."""
+"""Environment variable that forces an instruction set: avx512_amx, avx512, avx2_vnni, avx2 or portable."""
 MAX_THREADS: Final = 1024
 
 
