@@ -320,8 +320,8 @@ class Simulation(World):
                     self.end_input(client)
                 elif event < 0.35:
                     self.truncate(client, rng.choice((0, 0, 1, 2, 5, 20)))
-                elif event < 0.45 and len(self.clients) < 12:
-                    self.fork(client, self._next_id(), rng.choice((0, 0, 1, 3)))
+                elif event < 0.55 and len(self.clients) < 12:
+                    self._fork(client)
                 else:
                     for _ in range(rng.choice((1, 1, 1, 2, 3))):
                         self._send_chunk(client)
@@ -347,6 +347,15 @@ class Simulation(World):
         priority = rng.randint(0, 2)
         salt = rng.choice((None, None, "salt"))
         self.arrive(request_id, prompt, params, resumable=resumable, keep=keep, priority=priority, salt=salt)
+
+    def _fork(self, client: Client) -> None:
+        """Often both go on at once, so that they write next to what they share."""
+        rng = self.rng
+        request_id = self._next_id()
+        self.fork(client, request_id, rng.choice((0, 0, 1, 3)))
+        if rng.random() < 0.5:
+            self._send_chunk(client)
+            self._send_chunk(self.clients[request_id])
 
     def _prompt(self, length: int) -> list[int]:
         """A few families of prompts, so that prefixes are shared and n-grams repeat."""

@@ -414,6 +414,32 @@ def tokens_cut_in_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Timeline, "cut", cut_in_place)
 
 
+# --- forks ----------------------------------------------------------------------------------------------------
+
+
+@fault
+def fork_shares_what_is_being_written(patch: pytest.MonkeyPatch) -> None:
+    """A running request's last block is shared while its next step already flies."""
+    fork = Timeline.fork
+    patch.setattr(
+        Timeline,
+        "fork",
+        lambda self, num_tokens, *, whole_blocks: fork(self, num_tokens, whole_blocks=False),
+    )
+
+
+@fault
+def fork_has_no_references(patch: pytest.MonkeyPatch) -> None:
+    """The blocks of a fork are free as soon as its source ends."""
+    acquire = BlockPool.acquire
+
+    def acquire_hits(self: BlockPool, blocks: Sequence[int]) -> None:
+        if any(self._references[block] == 0 for block in blocks) or not blocks:
+            acquire(self, blocks)
+
+    patch.setattr(BlockPool, "acquire", acquire_hits)
+
+
 # --- order ----------------------------------------------------------------------------------------------------
 
 
