@@ -62,10 +62,11 @@ def verify(
         print(msgspec.json.encode(msgspec.to_builtins(report) | {"ok": report.ok}).decode())
     else:
         _print(report)
-    _check(report)
+    check(report)
 
 
-def _check(report: Report) -> None:
+def check(report: Report) -> None:
+    """Raises FailedError with the first difference, else with the first run in which a mode did not take effect."""
     difference = report.first_difference
     if difference is not None:
         raise FailedError(f"an answer differs: {difference}")

@@ -48,6 +48,7 @@ class _Text(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     text: str
     params: dict[str, object]
+    """`SamplingParams` but for `max_tokens`."""
     scope: Scope = Scope.SHORT
     is_chat: bool = False
     num_tokens: int = 64
@@ -158,6 +159,7 @@ def build_cases(
 ) -> tuple[Case, ...]:
     """The requests for this model, with answers of at most `answer_len` tokens. Prompts are cut so that they fit in
     `max_model_len` tokens; a model without a chat template gets chat as plain text."""
+    answer_len = min(answer_len, max_model_len // 2)
     room = max_model_len - answer_len
     return tuple(_case(tokenizer, text, room, answer_len) for text in _texts(10 * seed, tokenizer))
 
@@ -166,14 +168,16 @@ def _case(tokenizer: Tokenizer, wanted: _Text, room: int, answer_len: int) -> Ca
     is_chat = wanted.is_chat and tokenizer.chat_template is not None
     messages: tuple[Message, ...] | None = () if is_chat else None
     text, ids = _cut(tokenizer, wanted.text, messages, min(wanted.num_tokens, room) if not is_chat else room)
-    params = msgspec.convert({**wanted.params, "max_tokens": answer_len}, SamplingParams)
+    given: dict[str, object] = {**wanted.params, "max_tokens": answer_len}
+    if "min_tokens" in given:
+        given["min_tokens"] = min(msgspec.convert(given["min_tokens"], int), answer_len)
     return Case(
         name=wanted.name,
         scope=wanted.scope,
         text=text,
         messages=messages,
         token_ids=tuple(ids),
-        params=msgspec.structs.replace(params, min_tokens=min(params.min_tokens, answer_len)),
+        params=msgspec.convert(given, SamplingParams),
     )
 
 

@@ -155,7 +155,7 @@ class _Sessions:
         self._loop = EngineLoop(client)
         self._manager = SessionManager(self._loop, tokenizer)
         self._setup = setup
-        self._random = random.Random(seed)
+        self._seed = seed
         self._evidence = evidence
         self._sessions: list[Session] = []
         """Open ones."""
@@ -211,46 +211,47 @@ class _Sessions:
 
     async def _tell(self, case: Case) -> list[Session]:
         """Sessions that have been told the request's text; two with a fork."""
+        # Cut in the same way whatever else is told meanwhile.
+        chance = random.Random(f"{self._seed}/{case.name}")
         session = self._manager.open(case.messages, now=lambda: NOW)
-        text = case.text
-        rest = text.encode()
+        rest = case.text.encode()
         if self._setup.revised:
-            rest = await self._tell_wrong(session, text)
+            rest = await self._tell_wrong(session, case.text, chance)
         sessions = [session]
-        pieces = self._pieces(rest)
+        pieces = self._pieces(rest, chance)
         for i, piece in enumerate(pieces):
             if self._setup.forked and i == len(pieces) // 2:
                 sessions.append(session.fork())
                 self._evidence.num_forks += 1
             for each in sessions:
                 each.append(piece)
-            await self._pause()
+            await self._pause(chance)
         self._evidence.num_pieces += len(pieces) - 1
         self._sessions += sessions
         return sessions
 
-    async def _tell_wrong(self, session: Session, text: str) -> bytes:
+    async def _tell_wrong(self, session: Session, text: str, chance: random.Random) -> bytes:
         """Text that starts right and ends wrong, then its revision. Returns what is left to say."""
-        right, wrong, kept = sorted(self._random.randrange(len(text) + 1) for _ in range(3))
+        right, wrong, kept = sorted(chance.randrange(len(text) + 1) for _ in range(3))
         session.append(text[:right] + text[right:wrong][:_WRONG_LEN][::-1] + "?")
-        await self._pause()
-        session.revise(text[:kept] if self._random.random() < 0.5 else text[:right])
+        await self._pause(chance)
+        session.revise(text[:kept] if chance.random() < 0.5 else text[:right])
         self._evidence.num_revisions += 1
-        await self._pause()
+        await self._pause(chance)
         return text[len(session.text) :].encode()
 
-    def _pieces(self, text: bytes) -> list[bytes]:
+    def _pieces(self, text: bytes, chance: random.Random) -> list[bytes]:
         """The text cut anywhere, also within characters; in two for a fork, else not at all."""
-        count = self._random.randint(2, 6) if self._setup.streamed else 1 + self._setup.forked
-        cuts = sorted(self._random.randrange(len(text) + 1) for _ in range(count - 1))
+        count = chance.randint(2, 6) if self._setup.streamed else 1 + self._setup.forked
+        cuts = sorted(chance.randrange(len(text) + 1) for _ in range(count - 1))
         return [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
 
-    async def _pause(self) -> None:
+    async def _pause(self, chance: random.Random) -> None:
         """Let the engine compute all that there is, or go on while it computes."""
         if self._setup.together and not self._setup.parked:
-            for _ in range(self._random.randrange(3)):
+            for _ in range(chance.randrange(3)):
                 await asyncio.wrap_future(self._loop.call(_look))
-        elif self._random.random() < 0.7:
+        elif chance.random() < 0.7:
             await self._quiet()
 
     async def _quiet(self) -> None:

@@ -17,14 +17,18 @@ Pool = Literal["ample", "tight"]
 Speculation = Literal["none", "ngram", "draft_model"]
 
 
+_WHOLE = 4096
+"""Tokens of a step in which every prompt is computed at once."""
+_LONG_CHUNK = 512
+
+
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run the requests."""
 
     threads: int = 1
     block_size: int = 16
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 4096
-    """The plain run computes every prompt in one step."""
+    max_num_batched_tokens: int = _WHOLE
     pool: Pool = "ample"
     """KV blocks: more than all requests need together, or hardly more than the longest one needs."""
     enable_prefix_caching: bool = False
@@ -146,7 +150,13 @@ MODES: tuple[Mode, ...] = (
     ),
     _mode("chunks of 7", "prompts in chunks", _split_prompts, max_num_batched_tokens=7),
     _mode("chunks of 64", "prompts in chunks", _split_prompts, needs=Scope.MEDIUM, max_num_batched_tokens=64),
-    _mode("chunks of 512", "prompts in chunks", _split_prompts, max_num_batched_tokens=512, needs=Scope.LONG),
+    _mode(
+        "chunks of 512",
+        "prompts in chunks",
+        _split_prompts,
+        max_num_batched_tokens=_LONG_CHUNK,
+        needs=Scope.LONG,
+    ),
     _mode("2 threads", "more threads", lambda seen: seen.threads - 1, threads=2),
     _mode("3 threads", "more threads", lambda seen: seen.threads - 1, at_most=Scope.SHORT, threads=3),
     _mode("blocks of 5", "blocks of 5", lambda seen: int(seen.setup.block_size == 5), block_size=5),
@@ -229,6 +239,9 @@ def _contradiction(setup: Setup) -> str | None:
             return "a step of one token has no room for drafts"
         if setup.together and setup.pool == "tight":
             return "with one request a step nobody is preempted"
+    in_pieces = setup.streamed or setup.revised or setup.forked
+    if not setup.together and in_pieces and _LONG_CHUNK <= setup.max_num_batched_tokens < _WHOLE:
+        return "text that arrives in pieces is shorter than a chunk"
     if setup.own_process and setup.async_depth > 2:
         return "the engine's own process has a depth of 1 or 2"
     return None
