@@ -21,6 +21,7 @@ class Compiler {
 
     void compile() {
         for (size_t i = 0; i < program_.size(); ++i) compile_op(i);
+        find_tail();
     }
 
    private:
@@ -69,6 +70,32 @@ class Compiler {
                 return;
             }
         }
+    }
+
+    void find_tail() {
+        for (size_t i = 0; i < plan_.ops.size(); ++i) {
+            if (std::holds_alternative<AttentionOp>(plan_.ops[i])) plan_.tail = i + 1;
+        }
+        std::set<BufferId> written;
+        std::set<BufferId> reads;
+        const auto read = [&](BufferId id) {
+            if (!written.contains(id)) reads.insert(id);
+        };
+        for (size_t i = plan_.tail; i < plan_.ops.size(); ++i) {
+            if (const auto* linear = std::get_if<LinearOp>(&plan_.ops[i])) {
+                read(linear->source.buffer);
+                if (linear->accumulate) read(linear->out);
+                written.insert(linear->out);
+            } else if (const auto* stored = std::get_if<StoreOp>(&plan_.ops[i])) {
+                read(stored->source.buffer);
+                written.insert(stored->out);
+            } else if (const auto* logits = std::get_if<LogitsOp>(&plan_.ops[i])) {
+                read(logits->source.buffer);
+            } else if (const auto* embedding = std::get_if<EmbedOp>(&plan_.ops[i])) {
+                written.insert(embedding->out);
+            }
+        }
+        plan_.tail_reads.assign(reads.begin(), reads.end());
     }
 
     Source make_source(const ProgramOp& op) {

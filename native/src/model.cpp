@@ -62,6 +62,7 @@ struct Step {
     std::vector<int32_t> positions;  // by row
     std::vector<int32_t> sequences;  // by row
     std::vector<AttentionItem> items;  // the longest first
+    std::vector<AttentionItem> last_items;  // those with a wanted row: all that the last attention needs
     std::vector<RangeGroup> groups;
     size_t partial_floats = 0;
     std::vector<WantedRow> wanted;
@@ -145,6 +146,17 @@ Step plan_step(const StepInput& input, const ModelSizes& sizes, int v_stride, in
     return step;
 }
 
+// Which rows are wanted decides what the operations after the last attention, and that itself, need to compute.
+void choose_last_items(const StepInput& input, Step& step) {
+    std::vector<bool> wanted(static_cast<size_t>(step.rows));
+    for (const WantedRow& row : step.wanted) wanted[static_cast<size_t>(row.row)] = true;
+    for (const AttentionItem& item : step.items) {
+        const auto first = wanted.begin() + input.sequences[static_cast<size_t>(item.sequence)].first_input +
+                           item.first_query;
+        if (std::find(first, first + item.queries, true) != first + item.queries) step.last_items.push_back(item);
+    }
+}
+
 // A count that threads take numbers from, alone in its cache line.
 struct alignas(64) Counter {
     std::atomic<int> value{0};
@@ -195,17 +207,20 @@ class Worker {
           run_(execution),
           step_(execution.step),
           work_(model.workspaces_[static_cast<size_t>(thread)]),
-          threads_(model.pool_.size()) {}
+          threads_(model.pool_.size()),
+          rows_(execution.step.rows) {}
 
     void run() {
         copy_blocks();
         const std::vector<PlanOp>& ops = model_.plan_.ops;
-        const bool by_rows = step_.rows > kSharedRows;
         for (size_t i = 0; i < ops.size();) {
+            if (i == model_.plan_.tail) keep_wanted_rows();
+            if (rows_ == 0) return;
+            const bool by_rows = rows_ > kSharedRows;
             if (const auto* attention = std::get_if<AttentionOp>(&ops[i])) {
                 if (!by_rows) store_kv(*attention);
-                attend(*attention);
                 ++i;
+                attend(*attention, i == model_.plan_.tail ? step_.last_items : step_.items);
             } else if (const auto* logits = std::get_if<LogitsOp>(&ops[i])) {
                 compute_logits(*logits);
                 ++i;
@@ -246,6 +261,23 @@ class Worker {
         return i;
     }
 
+    // From here on row i of every buffer is that of wanted row i.
+    void keep_wanted_rows() {
+        const int wanted = static_cast<int>(step_.wanted.size());
+        if (wanted < rows_) {
+            const std::vector<BufferId>& buffers = model_.plan_.tail_reads;
+            share(static_cast<int>(buffers.size()), 1, [&](int b, int) {
+                const BufferId buffer = buffers[static_cast<size_t>(b)];
+                for (int i = 0; i < wanted; ++i) {
+                    const int from = step_.wanted[static_cast<size_t>(i)].row;
+                    if (from != i) std::memcpy(row(buffer, i), row(buffer, from), stride(buffer) * sizeof(float));
+                }
+            });
+            barrier();
+        }
+        rows_ = wanted;
+    }
+
     void copy_blocks() {
         if (run_.input.copies.empty()) return;
         share(model_.sizes_.num_layers, 1, [&](int layer, int) { run_.kv.copy_blocks(layer, run_.input.copies); });
@@ -256,7 +288,8 @@ class Worker {
 
     void embed(const EmbedOp& op, int begin, int end) {
         for (int r = begin; r < end; ++r) {
-            dequantise_row(*op.weight, run_.input.tokens[static_cast<size_t>(r)], row(op.out, r));
+            const size_t input = rows_ == step_.rows ? static_cast<size_t>(r) : static_cast<size_t>(step_.wanted[static_cast<size_t>(r)].row);
+            dequantise_row(*op.weight, run_.input.tokens[input], row(op.out, r));
         }
     }
 
@@ -317,8 +350,8 @@ class Worker {
 
     void run_by_rows(size_t begin, size_t end) {
         const std::vector<PlanOp>& ops = model_.plan_.ops;
-        const int chunks = round_up(ceil_div(step_.rows, kChunkRows), threads_);
-        share(step_.rows, round_up(ceil_div(step_.rows, chunks), kRowBlock), [&](int first, int last) {
+        const int chunks = round_up(ceil_div(rows_, kChunkRows), threads_);
+        share(rows_, round_up(ceil_div(rows_, chunks), kRowBlock), [&](int first, int last) {
             for (size_t i = begin; i < end; ++i) run_rows(ops[i], first, last);
             if (end < ops.size()) {
                 if (const auto* attention = std::get_if<AttentionOp>(&ops[end])) store_kv_rows(*attention, first, last);
@@ -343,24 +376,22 @@ class Worker {
 
     void run_by_outputs(const PlanOp& op) {
         if (const auto* linear = std::get_if<LinearOp>(&op)) {
-            Activations& from = prepare_shared(linear->source, linear->parts, step_.rows, [](int i) { return i; });
-            multiply_shared(linear->source, linear->parts, from, step_.rows, row(linear->out, 0), stride(linear->out),
+            Activations& from = prepare_shared(linear->source, linear->parts, 0, rows_);
+            multiply_shared(linear->source, linear->parts, from, rows_, row(linear->out, 0), stride(linear->out),
                             linear->accumulate);
         } else {
-            share(step_.rows, 1, [&](int begin, int end) { run_rows(op, begin, end); });
+            share(rows_, 1, [&](int begin, int end) { run_rows(op, begin, end); });
         }
         barrier();
     }
 
-    // Prepares rows row_of(0), row_of(1), …: each thread all of them for itself, or together.
-    template <class RowOf>
-    Activations& prepare_shared(const Source& source, const std::vector<LinearPart>& parts, int rows,
-                                const RowOf& row_of) {
+    // Prepares rows [first, first + rows): each thread all of them for itself, or together.
+    Activations& prepare_shared(const Source& source, const std::vector<LinearPart>& parts, int first, int rows) {
         if (rows <= kPrivateRows) {
-            for (int i = 0; i < rows; ++i) prepare_row(source, parts, row_of(i), i, work_.activations);
+            for (int i = 0; i < rows; ++i) prepare_row(source, parts, first + i, i, work_.activations);
             return work_.activations;
         }
-        share(rows, 1, [&](int i, int) { prepare_row(source, parts, row_of(i), i, model_.shared_); });
+        share(rows, 1, [&](int i, int) { prepare_row(source, parts, first + i, i, model_.shared_); });
         barrier();
         return model_.shared_;
     }
@@ -408,10 +439,8 @@ class Worker {
         return run_.input.blocks.data() + run_.input.sequences[static_cast<size_t>(sequence)].first_block;
     }
 
-    void attend(const AttentionOp& op) {
-        share(static_cast<int>(step_.items.size()), 1, [&](int begin, int) {
-            attend_item(op, step_.items[static_cast<size_t>(begin)]);
-        });
+    void attend(const AttentionOp& op, const std::vector<AttentionItem>& items) {
+        share(static_cast<int>(items.size()), 1, [&](int i, int) { attend_item(op, items[static_cast<size_t>(i)]); });
         barrier();
     }
 
@@ -466,7 +495,7 @@ class Worker {
         for (int first = 0; first < count; first += kLogitRows) {
             const int rows = std::min(kLogitRows, count - first);
             const WantedRow* wanted = step_.wanted.data() + first;
-            Activations& from = prepare_shared(op.source, op.parts, rows, [&](int i) { return wanted[i].row; });
+            Activations& from = prepare_shared(op.source, op.parts, first, rows);
             multiply_shared(op.source, op.parts, from, rows, model_.logits_.data(), logits_stride, false);
             barrier();
             share(rows, 1, [&](int i, int) {
@@ -541,6 +570,7 @@ class Worker {
     const Step& step_;
     Workspace& work_;
     int threads_;
+    int rows_;  // of the buffers
     size_t phase_ = 0;
 };
 
@@ -591,6 +621,7 @@ StepOutput Model::execute(const StepInput& input, const KvCache& kv, float* logi
         run.step.wanted.clear();
         for (int r = 0; r < run.step.rows; ++r) run.step.wanted.push_back({0, r, r, false, 0, 0, false, 0});
     }
+    choose_last_items(input, run.step);
     for (size_t b = 0; b < rows_.size(); ++b) {
         if (plan_.stored[b]) rows_[b].reserve_zeroed(static_cast<size_t>(run.step.rows) * row_stride(plan_.widths[b]));
     }
@@ -601,7 +632,8 @@ StepOutput Model::execute(const StepInput& input, const KvCache& kv, float* logi
 
     constexpr size_t kPhasesPerOp = 2;
     constexpr size_t kPhasesPerSlice = 3;
-    run.counters = std::vector<Counter>(1 + kPhasesPerOp * plan_.ops.size() +
+    constexpr size_t kOtherPhases = 2;  // copies of blocks and of wanted rows
+    run.counters = std::vector<Counter>(kOtherPhases + kPhasesPerOp * plan_.ops.size() +
                                         kPhasesPerSlice * (run.step.wanted.size() / kLogitRows + 1));
     run.missing = std::vector<Counter>(run.step.groups.size());
     for (size_t g = 0; g < run.step.groups.size(); ++g) run.missing[g].value = run.step.groups[g].ranges;

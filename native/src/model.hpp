@@ -92,6 +92,8 @@ struct Plan {
     std::vector<int> widths;        // by buffer
     std::vector<bool> stored;       // by buffer: whether it exists in memory
     int max_inputs = 0;             // of any matrix
+    size_t tail = 0;                // first operation after the last attention: from here on only wanted rows count
+    std::vector<BufferId> tail_reads;  // buffers whose rows from before it still count
     std::map<std::string, Tensor> tensors;
     std::vector<std::unique_ptr<float[]>> vectors;
     std::vector<std::unique_ptr<PackedMatrix>> matrices;
