@@ -51,7 +51,7 @@ def llm(request: pytest.FixtureRequest, tiny_path: Path) -> Iterator[AsyncLLM]:
 
 @pytest.fixture
 def mortal(tiny_path: Path) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(tiny_path, runtime="reference", engine_process=True)
+    llm = AsyncLLM(tiny_path, runtime="reference", engine_process=True, max_engine_restarts=0)
     yield llm
     llm.shutdown()
 
@@ -67,7 +67,7 @@ async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
 def process_of(llm: AsyncLLM) -> "subprocess.Popen[bytes]":
     client = llm.engine_loop.client
     assert isinstance(client, EngineProcess)
-    return client._child._process
+    return client._child.process
 
 
 async def until_idle(llm: AsyncLLM) -> EngineStats:

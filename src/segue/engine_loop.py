@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from segue.engine.check import check_chunk, check_request
-from segue.engine.client import EngineClient
+from segue.engine.client import EngineClient, EngineState
 from segue.engine.outputs import EngineOutput, FinishReason
 from segue.engine.request import Keep
 from segue.errors import EngineDead, ParameterError, UsageError
@@ -252,6 +252,11 @@ class EngineLoop:
                 self._put(self._stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    @property
+    def state(self) -> EngineState:
+        """Whether requests are answered, will be in a moment, or never again."""
+        return self.client.state if self._dead is None else "dead"
 
     def check_alive(self) -> None:
         """Raises EngineDead if no command can be carried out any more."""

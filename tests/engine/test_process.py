@@ -86,7 +86,7 @@ def num_busy(engine: EngineClient) -> int:
 
 
 def pid_of(engine: EngineProcess) -> int:
-    return engine._child._process.pid
+    return engine._child.process.pid
 
 
 def wait_until_gone(pid: int) -> None:
@@ -158,6 +158,7 @@ def test_calls_survive_the_wire(params: SamplingParams, token_ids: list[int], sa
         "cache_salt": salt,
         "resumable": True,
         "keep": "all",
+        "num_output_tokens": 2,
     }
     call = wire.CALL_TYPES["add_request"](request_id="0", prompt_token_ids=array("i", token_ids), **arguments)
     received = wire.decode_to_child(wire.encode(call))
@@ -415,7 +416,7 @@ def test_killed_while_a_step_waits(mortal: EngineProcess) -> None:
 
 def test_killed_while_idle_is_seen_by_the_next_call(mortal: EngineProcess) -> None:
     os.kill(pid_of(mortal), signal.SIGKILL)
-    mortal._child._process.wait()
+    mortal._child.process.wait()
     with pytest.raises(EngineDead, match="SIGKILL"):
         mortal.add_request("a", [5], PARAMS)
 
@@ -464,7 +465,7 @@ thread = threading.Thread(target=main)
 thread.start()
 thread.join()
 (output,) = llm.generate("the hen", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
-print(len(output.outputs[0].token_ids), llm._engine._child._process.pid, flush=True)
+print(len(output.outputs[0].token_ids), llm._engine._child.process.pid, flush=True)
 """
 
 

@@ -18,8 +18,8 @@ from segue.errors import SegueError, UsageError
 
 
 def main() -> None:
-    """The program: the socket's address and the parent's process id are its arguments."""
-    address, parent_pid = sys.argv[1], int(sys.argv[2])
+    """The program: its arguments are the socket's address, the parent's process id and the descriptor of the notes."""
+    address, parent_pid, notes = sys.argv[1], int(sys.argv[2]), wire.Notes(int(sys.argv[3]))
     for number in (signal.SIGINT, signal.SIGTERM):  # they mean the parent, which decides
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
@@ -27,7 +27,7 @@ def main() -> None:
     pair = wire.pair_socket(context)
     pair.connect(address)
     try:
-        _serve(pair)
+        _serve(pair, notes)
     except Exception as error:
         traceback.print_exc()
         text = f"the engine failed: {type(error).__name__}: {error}".splitlines()[0]
@@ -47,9 +47,10 @@ def _end_with_parent(parent_pid: int) -> None:
     os._exit(0)
 
 
-def _serve(pair: "zmq.Socket[bytes]") -> None:
+def _serve(pair: "zmq.Socket[bytes]", notes: wire.Notes) -> None:
     """Loads the model, then carries out calls and steps until the process is ended."""
     from segue.args import EngineArgs
+    from segue.engine.engine import Engine
 
     pair.send(wire.encode(wire.Connected()))
     start = wire.decode_to_child(pair.recv())
@@ -59,10 +60,14 @@ def _serve(pair: "zmq.Socket[bytes]") -> None:
     except SegueError as error:
         pair.send(wire.encode(wire.NotLoaded(pickle.dumps(error))))
         return
+    assert isinstance(engine, Engine)
+    engine.on_plan = notes.write
     pair.send(wire.encode(wire.Ready(engine.config, engine.vocab_size)))
     num_carried_out = 0
     while True:
         outputs: list[EngineOutput] = []
+        if not engine.has_unfinished_requests():
+            notes.write([])
         for message in _waiting(pair, at_least_one=not engine.has_unfinished_requests()):
             num_carried_out += 1
             match _carry_out(engine, message):

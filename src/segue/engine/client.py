@@ -1,12 +1,14 @@
 """What front ends need of an engine, wherever it runs: `Engine` and `EngineProcess` both have it."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from segue.engine.config import EngineConfig
 from segue.engine.outputs import EngineOutput, EngineStats, RequestMetrics
 from segue.engine.request import Keep
 from segue.sample.params import SamplingParams
+
+EngineState = Literal["running", "restarting", "dead"]
 
 
 class EngineClient(Protocol):
@@ -22,6 +24,11 @@ class EngineClient(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def state(self) -> EngineState:
+        """Any thread may ask. While it is "restarting", calls are taken and carried out later."""
+        ...
 
     @property
     def stats(self) -> EngineStats: ...

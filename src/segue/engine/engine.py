@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import msgspec
 
@@ -18,7 +19,7 @@ from segue.engine.blocks import BlockPool
 from segue.engine.check import check_chunk, check_length, check_request
 from segue.engine.config import EngineConfig
 from segue.engine.outputs import EngineOutput, EngineStats, FinishReason, RequestMetrics
-from segue.engine.request import Chunk, Keep, Request, State, Stop
+from segue.engine.request import Chunk, Keep, Request, State, Stop, default_seed
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
 from segue.engine.timeline import Flight, Timeline
 from segue.errors import CapacityError, ParameterError
@@ -43,6 +44,8 @@ class Engine:
         self.scheduler = Scheduler(config, self.pool)
         self.requests: dict[str, Request] = {}
         """Those that are not finished, by id."""
+        self.on_plan: Callable[[list[str]], None] | None = None
+        """Told, before each step is executed, which requests are in the steps in flight."""
         self._runtime = runtime
         self._worker = ThreadPoolExecutor(1, "segue-step") if config.async_depth > 1 and step_thread else None
         self._in_flight: deque[_InFlight] = deque()
@@ -64,17 +67,20 @@ class Engine:
         cache_salt: str | None = None,
         resumable: bool = False,
         keep: Keep = "computed",
+        num_output_tokens: int = 0,
     ) -> None:
         """Queue a request. A lower `priority` is served first under the priority policy.
 
-        `params=None`, for a resumable request, only prefills. Raises ParameterError, or CapacityError when it can
-        never fit; then nothing was added.
+        `params=None`, for a resumable request, only prefills. The last `num_output_tokens` ids of the prompt are
+        output that another engine has given already: the answer goes on after them as it would have there. Raises
+        ParameterError, or CapacityError when it can never fit; then nothing was added.
         """
         self._check_new_id(request_id)
         ids = check_request(
             self.config, self.vocab_size, prompt_token_ids, params, resumable=resumable, keep=keep
         )
-        chunk = self._chunk(ids, params)
+        assert 0 <= num_output_tokens <= max(0, len(ids) - 1), "the prompt was not empty"
+        chunk = self._chunk(ids, params, num_output_tokens)
         timeline = Timeline(
             self.config.block_size, salt=cache_salt, has_draft_model=self.config.has_draft_model
         )
@@ -92,7 +98,7 @@ class Engine:
             timeline,
             priority=priority,
             arrival=arrival,
-            default_seed=_mix(self.config.seed, self._num_requests),
+            default_seed=default_seed(self.config.seed, self._num_requests),
             keep=keep,
             resumable=resumable,
             adaptive=AdaptiveDrafts(self.config.num_speculative_tokens) if adaptive else None,
@@ -177,9 +183,9 @@ class Engine:
             raise ParameterError("request_id", request_id, "is no request with open input")
         return request
 
-    def _chunk(self, ids: "array[int]", params: SamplingParams | None) -> Chunk:
+    def _chunk(self, ids: "array[int]", params: SamplingParams | None, num_output_tokens: int = 0) -> Chunk:
         self._num_arrivals += 1
-        return Chunk(ids, params, self._num_arrivals)
+        return Chunk(ids, params, self._num_arrivals, num_output_tokens)
 
     def _finish(self, request: Request) -> None:
         self.scheduler.finish(request)
@@ -194,6 +200,8 @@ class Engine:
             if planned is None:
                 break
             self._num_steps += 1
+            if self.on_plan is not None:
+                self.on_plan(self._ids_in_flight(planned))
             self._in_flight.append(_InFlight(planned, self._submit(planned.plan)))
         if self._in_flight:
             oldest = self._in_flight[0]
@@ -205,6 +213,10 @@ class Engine:
             self._settle(oldest.step.parts, result)
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _ids_in_flight(self, planned: PlannedStep) -> list[str]:
+        steps = (*(each.step for each in self._in_flight), planned)
+        return list(dict.fromkeys(part.request.id for step in steps for part in step.parts))
 
     def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         if self._worker is None:
@@ -323,6 +335,11 @@ class Engine:
         self.pool.reset_cache()
 
     @property
+    def state(self) -> Literal["running"]:
+        """For callers that also have an `EngineProcess`, which can end; this one lives as long as they do."""
+        return "running"
+
+    @property
     def stats(self) -> EngineStats:
         """Where the engine stands."""
         states = [request.state for request in self.requests.values()]
@@ -358,12 +375,3 @@ class Engine:
 def _failed(plan: StepPlan, error: Exception) -> StepResult:
     text = f"the step that computed this request failed: {type(error).__name__}: {error}".splitlines()[0]
     return StepResult(step=plan.step, seqs=[SeqResult(error=text) for _ in plan.seqs])
-
-
-def _mix(seed: int, number: int) -> int:
-    """A well-spread 64-bit seed for request `number` (SplitMix64, Steele et al. 2014)."""
-    mask = 2**64 - 1
-    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)

@@ -31,14 +31,16 @@ import zmq
 import segue
 from segue.engine import wire
 from segue.engine.check import check_chunk, check_request
+from segue.engine.client import EngineState
 from segue.engine.outputs import EngineOutput, EngineStats, RequestMetrics
-from segue.engine.request import Keep
+from segue.engine.request import Keep, default_seed
 from segue.errors import EngineDead, ParameterError, SegueError
 from segue.sample.params import SamplingParams
 
 if TYPE_CHECKING:
     from segue.args import EngineArgs
 
+CHILD_MODULE = "segue.engine.child"
 LIFE_CHECK_S = 0.2
 """How often a wait looks whether the other process still lives."""
 ANSWER_TIMEOUT_S = 60.0
@@ -55,6 +57,7 @@ class _Remote(msgspec.Struct, eq=False):
     wire_id: str
     """Never used again, so that outputs that were under way at an abort reach nobody else."""
     input_open: bool
+    default_seed: int
 
 
 class EngineProcess:
@@ -66,9 +69,7 @@ class EngineProcess:
 
     def __init__(self, args: "EngineArgs") -> None:
         """Waits until the model is loaded. Raises what loading it raises, and EngineDead."""
-        self._child = _Child()
-        self._release = weakref.finalize(self, self._child.close)
-        self._dead: str | None = None
+        self._start_child()
         self._remotes: dict[str, _Remote] = {}
         """By request id."""
         self._remotes_by_wire: dict[str, _Remote] = {}
@@ -88,6 +89,11 @@ class EngineProcess:
             raise
         self.config = ready.config
         self.vocab_size = ready.vocab_size
+
+    def _start_child(self) -> None:
+        self._child = Child()
+        self._release = weakref.finalize(self, self._child.close)
+        self._dead: str | None = None
 
     def _load(self, args: "EngineArgs") -> wire.Ready:
         while True:
@@ -124,21 +130,24 @@ class EngineProcess:
         ids = check_request(
             self.config, self.vocab_size, prompt_token_ids, params, resumable=resumable, keep=keep
         )
+        remote = self._add_remote(request_id, input_open=resumable)
         self._call(
             "add_request",
-            request_id=self._add_remote(request_id, input_open=resumable),
+            request_id=remote.wire_id,
             prompt_token_ids=ids,
-            params=params,
+            params=_with_seed(params, remote),
             priority=priority,
             cache_salt=cache_salt,
             resumable=resumable,
             keep=keep,
+            num_output_tokens=0,
         )
 
     def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
         """As `Engine.add_chunk`, but a chunk that does not fit after the history fails the request."""
         remote = self._open_remote(request_id)
         ids = check_chunk(self.config, self.vocab_size, token_ids, params)
+        params = _with_seed(params, remote)
         self._call("add_chunk", request_id=remote.wire_id, token_ids=ids, params=params)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
@@ -152,7 +161,7 @@ class EngineProcess:
         self._call(
             "fork",
             request_id=source.wire_id,
-            new_request_id=self._add_remote(new_request_id, input_open=True),
+            new_request_id=self._add_remote(new_request_id, input_open=True).wire_id,
             num_tokens=num_tokens,
         )
 
@@ -179,12 +188,13 @@ class EngineProcess:
             raise ParameterError("request_id", request_id, "is no request with open input")
         return remote
 
-    def _add_remote(self, request_id: str, *, input_open: bool) -> str:
+    def _add_remote(self, request_id: str, *, input_open: bool) -> _Remote:
         self._check_alive()
-        remote = _Remote(request_id, str(self._num_remotes), input_open)
+        seed = default_seed(self.config.seed, self._num_remotes)
+        remote = _Remote(request_id, str(self._num_remotes), input_open, seed)
         self._num_remotes += 1
         self._remotes[request_id] = self._remotes_by_wire[remote.wire_id] = remote
-        return remote.wire_id
+        return remote
 
     def _forget(self, remote: _Remote) -> None:
         del self._remotes[remote.request_id]
@@ -229,6 +239,16 @@ class EngineProcess:
         self._call("reset_prefix_cache")
 
     @property
+    def state(self) -> EngineState:
+        """Any thread may ask."""
+        return "running" if self._dead is None else "dead"
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._child.process.pid
+
+    @property
     def stats(self) -> EngineStats:
         """As `Engine.stats`, after all that was sent. Waits for the step that runs."""
         self._send(wire.AskStats())
@@ -263,11 +283,14 @@ class EngineProcess:
 
     def _send(self, message: msgspec.Struct) -> None:
         self._check_alive()
+        self._transmit(message)
+        self._num_sent += 1
+
+    def _transmit(self, message: msgspec.Struct) -> None:
         try:
             self._child.socket.send(wire.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # there is no queue limit, so nobody is connected any more
             self._die(self._child.kill())
-        self._num_sent += 1
 
     def _receive(self, deadline_s: float = math.inf) -> object:
         """The next message; None when `wake` or the deadline, of the monotonic clock, came first."""
@@ -322,7 +345,7 @@ class _Ready(msgspec.Struct, frozen=True):
     woken: bool
 
 
-class _Child:
+class Child:
     """The child process and the ways to it."""
 
     def __init__(self) -> None:
@@ -340,7 +363,9 @@ class _Child:
                 self._woken, self._waker = socket.socketpair()
                 undo.callback(self._woken.close)
                 undo.callback(self._waker.close)
-                self._process = _spawn(address)
+                self._notes = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rest
+                undo.callback(self._notes.close)
+                self.process = _spawn(address, self._notes.fileno())
             except (OSError, zmq.ZMQError) as error:
                 raise EngineDead(f"the engine's process could not be started: {error}") from None
             self._undo = undo.pop_all()
@@ -365,7 +390,7 @@ class _Child:
 
     def end(self) -> str | None:
         """How the process ended; None while it runs."""
-        code = self._process.poll()
+        code = self.process.poll()
         if code is None:
             return None
         if code >= 0:
@@ -375,12 +400,16 @@ class _Child:
         known = {number.value: number.name for number in signal.Signals}
         return f"the engine's process was ended by {known.get(-code, f'signal {-code}')}"
 
+    def ids_in_flight(self) -> list[str]:
+        """Once it has ended: the requests that were in the steps in flight, by their ids on the wire."""
+        return wire.read_notes(self._notes.fileno())
+
     def kill(self) -> str:
         """Makes an end, if it has not come by itself. Returns how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(LIFE_CHECK_S)
-        self._process.kill()
-        self._process.wait()
+            self.process.wait(LIFE_CHECK_S)
+        self.process.kill()
+        self.process.wait()
         end = self.end()
         assert end is not None
         return end
@@ -393,10 +422,10 @@ class _Child:
         """Ends it: the end of its stdin is its sign to exit at once."""
         if os.getpid() != self._parent_pid:
             return  # in a fork of the parent, whose copy of this is of no use
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         try:
-            self._process.wait(CLOSE_TIMEOUT_S)
+            self.process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill()
         self._undo.close()
@@ -411,7 +440,14 @@ def _private_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="segue-", dir="/tmp"))
 
 
-def _spawn(address: str) -> "subprocess.Popen[bytes]":
+def _with_seed(params: SamplingParams | None, remote: _Remote) -> SamplingParams | None:
+    """The same parameters with the seed that the child would choose: another child would choose another."""
+    if params is None or params.seed is not None:
+        return params
+    return msgspec.structs.replace(params, seed=remote.default_seed)
+
+
+def _spawn(address: str, notes: int) -> "subprocess.Popen[bytes]":
     package = str(Path(segue.__file__).parents[1])
     search_path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     # Ctrl-C reaches the child as well. It is blocked from the first instant, and ignored once `main` runs.
@@ -419,7 +455,8 @@ def _spawn(address: str) -> "subprocess.Popen[bytes]":
     try:
         return subprocess.Popen(
             # -P: what lies in the working directory must not be imported.
-            [sys.executable, "-P", "-m", "segue.engine.child", address, str(os.getpid())],
+            [sys.executable, "-P", "-m", CHILD_MODULE, address, str(os.getpid()), str(notes)],
+            pass_fds=(notes,),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": search_path},

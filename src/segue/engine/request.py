@@ -34,6 +34,8 @@ class Chunk(msgspec.Struct, frozen=True):
     token_ids: "array[int]"
     params: SamplingParams | None
     arrival: int
+    num_output_tokens: int = 0
+    """How many of the last ids are output of the answer, given before."""
 
 
 class Stop(msgspec.Struct, frozen=True):
@@ -187,13 +189,14 @@ class Request:
         timeline.extend(chunk.token_ids)
         length = len(timeline.tokens)
         surplus: list[int] = []
-        if timeline.kv_len >= length:
+        if chunk.params is not None and timeline.kv_len >= length:
             # Nothing new to compute, and sampling needs the last token's logits: compute it again.
             surplus = timeline.cut(length, length - 1)
         self.arrival = chunk.arrival
         self.num_prompt_tokens = length
         if chunk.params is not None:
-            self.turn = Turn.begin(chunk.params, length, config, self.default_seed)
+            start = length - chunk.num_output_tokens
+            self.turn = Turn.begin(chunk.params, start, config, self.default_seed)
             if self.turn.num_prompt_logprobs is not None:
                 self.prompt_logprobs = [None] * length
         return surplus
@@ -205,3 +208,13 @@ class Request:
     def snapshot(self) -> RequestMetrics:
         """The metrics so far, as a value that does not change any more."""
         return msgspec.structs.replace(self.metrics)
+
+
+def default_seed(engine_seed: int, number: int) -> int:
+    """The seed of an engine's request `number`, if it brings none: 64 bits, well spread (SplitMix64, Steele et al.
+    2014)."""
+    mask = 2**64 - 1
+    z = (engine_seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)

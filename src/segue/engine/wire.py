@@ -4,6 +4,7 @@ A call's message has the name and the parameters of the engine's method, so a ne
 """
 
 import inspect
+import os
 from array import array
 from functools import reduce
 from operator import or_
@@ -98,6 +99,8 @@ def _encode_array(value: object) -> object:
 
 
 CALL_TYPES = {method: _call_type(method) for method in CALLS}
+QUESTIONS = (AskStats, CALL_TYPES["metrics_of"])
+"""Answered at once; all other calls by nothing, or by outputs."""
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 decode_to_child = msgspec.msgpack.Decoder(reduce(or_, CALL_TYPES.values(), Start | AskStats)).decode
@@ -106,9 +109,39 @@ decode_from_child = msgspec.msgpack.Decoder(
 ).decode
 
 
+NOTE_HEAD_BYTES = 4
+
+_encode_ids = msgspec.msgpack.Encoder().encode
+_decode_ids = msgspec.msgpack.Decoder(list[str]).decode
+
+
 def pair_socket(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
     """A socket without limits on what is queued: neither process waits for the other to read."""
     pair = context.socket(zmq.PAIR)
     pair.linger = 0
     pair.sndhwm = pair.rcvhwm = 0
     return pair
+
+
+class Notes:
+    """A file in which the child says which requests are in the steps in flight. What was written stays readable
+    however the child ends, which a message that was not sent yet would not."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._ids: list[str] = []
+
+    def write(self, ids: list[str]) -> None:
+        if ids != self._ids:
+            self._ids = ids
+            text = _encode_ids(ids)
+            os.pwrite(self._file, len(text).to_bytes(NOTE_HEAD_BYTES, "little") + text, 0)
+
+
+def read_notes(file: int) -> list[str]:
+    """What the child wrote last; nothing, if that is not complete."""
+    size = int.from_bytes(os.pread(file, NOTE_HEAD_BYTES, 0), "little")
+    try:
+        return _decode_ids(os.pread(file, size, NOTE_HEAD_BYTES))
+    except msgspec.DecodeError:
+        return []
