@@ -224,5 +224,11 @@ class Harness:
         return answer
 
 
+def plain_turns(session: PlainSession, chunks: Sequence[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """The answers to these chunks."""
+    answers = [session.turn(*chunk) for chunk in chunks]
+    return [answer.token_ids for answer in answers if answer is not None]
+
+
 def greedy(max_tokens: int | None, **options: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0, **options)

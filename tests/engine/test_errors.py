@@ -204,7 +204,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 def test_bad_requests_are_refused_and_leave_nothing_behind(options: dict[str, Any], message: str) -> None:
     harness = Harness(max_model_len=64)
     harness.add("taken", [2, 3], greedy(3))
-    arguments = {"request_id": "a", "prompt_token_ids": [2, 6], "params": greedy(4)} | options
+    arguments: dict[str, Any] = {"request_id": "a", "prompt_token_ids": [2, 6], "params": greedy(4)} | options
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         harness.engine.add_request(**arguments)
     assert list(harness.engine.requests) == ["taken"]
@@ -317,14 +317,11 @@ def test_an_id_is_in_use_until_its_end_was_reported() -> None:
     harness.add("a", [2, 3, 4], None, resumable=True)
     harness.run()
     harness.engine.end_input("a")
-    for take in (
-        lambda: harness.engine.add_request("a", [2], greedy(1)),
-        lambda: harness.engine.fork("b", "a"),
-    ):
-        harness.engine.abort_request("b")
-        harness.engine.add_request("b", [2], None, resumable=True)
-        with pytest.raises(ParameterError, match="request_id='a': is in use"):
-            take()
+    with pytest.raises(ParameterError, match="request_id='a': is in use"):
+        harness.engine.add_request("a", [2], greedy(1))
+    harness.engine.add_request("b", [2], None, resumable=True)
+    with pytest.raises(ParameterError, match="request_id='a': is in use"):
+        harness.engine.fork("b", "a")
     harness.engine.abort_request("b")
     harness.run()
     assert harness.said["a"].end.finished

@@ -94,12 +94,17 @@ class ScriptedDrafter:
 
 
 def _prefill(**options: Any) -> SeqStep:
-    values = {"tokens": PROMPT, "sampling": GREEDY, "history": PROMPT, "history_len": 3} | options
+    values: dict[str, Any] = {
+        "tokens": PROMPT,
+        "sampling": GREEDY,
+        "history": PROMPT,
+        "history_len": 3,
+    } | options
     return SeqStep(start=0, blocks=[0], **values)
 
 
 def _after(step: int, start: int, *, index: int = 0, history: Any = PROMPT, **options: Any) -> SeqStep:
-    values = {"sampling": GREEDY, "history": history, "history_len": len(history)} | options
+    values: dict[str, Any] = {"sampling": GREEDY, "history": history, "history_len": len(history)} | options
     return SeqStep(start=start, tokens=(), blocks=[0], after=After(step, index), **values)
 
 

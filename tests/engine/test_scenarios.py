@@ -23,6 +23,7 @@ from tests.engine.harness import (
     draft_model,
     greedy,
     ngram,
+    plain_turns,
 )
 
 DEPTHS = (1, 2, 3)
@@ -140,7 +141,7 @@ def test_two_updates_queued_on_a_live_speculating_request(depth: int, keep: str)
     harness.run()
 
     plain = harness.plain(keep)
-    assert harness.said["a"].turns == [plain.turn(*chunk).token_ids for chunk in chunks]
+    assert harness.said["a"].turns == plain_turns(plain, chunks)
     assert harness.said["a"].end.finished
     assert harness.engine.stats.num_accepted_tokens > 0
     harness.assert_all_free()
@@ -199,7 +200,7 @@ def test_a_session_whose_turn_ends_while_it_is_preempted(
     harness.engine.end_input("session")
     harness.run()
     plain = harness.plain()
-    assert harness.said["session"].turns == [plain.turn(*first).token_ids, plain.turn(*second).token_ids]
+    assert harness.said["session"].turns == plain_turns(plain, [first, second])
     harness.assert_all_free()
 
 

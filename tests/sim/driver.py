@@ -9,7 +9,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from segue.engine.config import EngineConfig, SpeculativeConfig
+from segue.engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from segue.engine.engine import Engine
 from segue.engine.outputs import EngineOutput, FinishReason
 from segue.engine.request import Keep
@@ -43,7 +43,7 @@ class Setup:
         block_size = rng.choice((1, 4, 16))
         max_model_len = rng.choice((20, 33, 48, 64))
         least = -(-max_model_len // block_size)
-        method = rng.choice((None, "ngram", "draft_model"))
+        method: SpeculativeMethod | None = rng.choice((None, "ngram", "draft_model"))
         speculative = None
         if method is not None:
             speculative = SpeculativeConfig(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from segue.engine import timeline as timeline_module
-from segue.engine.blocks import BlockPool
+from segue.engine.blocks import BlockPool, block_key, root_key
 from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
 from segue.engine.request import Chunk, Request, State, Stop, Turn
@@ -263,14 +263,14 @@ def copy_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def salt_ignored(patch: pytest.MonkeyPatch) -> None:
-    root = timeline_module.root_key
+    root = root_key
     patch.setattr(timeline_module, "root_key", lambda salt: root(None))
 
 
 @fault
 def parent_key_ignored(patch: pytest.MonkeyPatch) -> None:
     """A block's key is a hash of its own ids alone."""
-    key = timeline_module.block_key
+    key = block_key
     patch.setattr(timeline_module, "block_key", lambda parent, ids: key(b"parent", ids))
 
 

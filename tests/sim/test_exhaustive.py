@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from segue.engine.config import EngineConfig, SpeculativeConfig
+from segue.engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from segue.sample.params import SamplingParams
 from tests.sim.checks import Violation
 from tests.sim.driver import EOS, Client, Setup, World
@@ -21,7 +21,7 @@ ANSWER = SamplingParams(max_tokens=3, temperature=0.0, seed=1, stop_token_ids=[8
 LONGER = SamplingParams(max_tokens=5, temperature=1.0, seed=2, frequency_penalty=0.5, ignore_eos=True)
 
 
-def _speculative(method: str | None) -> SpeculativeConfig | None:
+def _speculative(method: SpeculativeMethod | None) -> SpeculativeConfig | None:
     if method is None:
         return None
     return SpeculativeConfig(
@@ -34,7 +34,9 @@ def _speculative(method: str | None) -> SpeculativeConfig | None:
     )
 
 
-def _setup(method: str | None, depth: int, *, block_size: int = 2, num_blocks: int = 8) -> Setup:
+def _setup(
+    method: SpeculativeMethod | None, depth: int, *, block_size: int = 2, num_blocks: int = 8
+) -> Setup:
     """The pool is barely enough for one request of full length."""
     config = EngineConfig(
         max_model_len=16,
