@@ -18,7 +18,17 @@ from segue.server.completions import Completion, CompletionRequest, create_compl
 from segue.server.docs import docs_page
 from segue.server.errors import error_response, on_not_found, on_wrong_method
 from segue.server.events import CLIENT_CLOSED_REQUEST
-from segue.server.info import Model, ModelList, Version, get_model, health, list_models, metrics, version
+from segue.server.info import (
+    Health,
+    Model,
+    ModelList,
+    Version,
+    get_model,
+    health,
+    list_models,
+    metrics,
+    version,
+)
 from segue.server.openapi import Endpoint, openapi_json
 from segue.server.response_objects import AnyEvent, ResponseObject
 from segue.server.responses import ResponsesRequest, create_response
@@ -80,7 +90,7 @@ ENDPOINTS = (
         body=DetokenizeRequest,
         answer=DetokenizeResponse,
     ),
-    Endpoint("GET", "/health", health, "200 while requests are answered"),
+    Endpoint("GET", "/health", health, "200 while requests are answered", answer=Health),
     Endpoint("GET", "/version", version, "The version of Segue", answer=Version),
     Endpoint("GET", "/metrics", metrics, "Numbers for Prometheus", media_type="text/plain"),
 )

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue import __version__
+from segue.engine.client import EngineState
 from segue.errors import EngineDead
 from segue.server.events import json_response
 from segue.server.metrics import CONTENT_TYPE
@@ -30,6 +31,11 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[Model]
 
 
+class Health(msgspec.Struct, frozen=True):
+    engine: EngineState
+    """While it is "restarting", requests are taken, and answered in a moment."""
+
+
 class Version(msgspec.Struct, frozen=True):
     version: str
 
@@ -45,9 +51,12 @@ async def get_model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are answered, 503 when the engine is gone."""
-    await serving_of(request).llm.check_health()
-    return Response(status_code=HTTPStatus.OK)
+    """200 while requests are answered; 503 while the engine is started again, and when it is gone."""
+    llm = serving_of(request).llm
+    await llm.check_health()
+    state = llm.engine_loop.state
+    status = HTTPStatus.OK if state == "running" else HTTPStatus.SERVICE_UNAVAILABLE
+    return Response(msgspec.json.encode(Health(state)), status_code=status, media_type="application/json")
 
 
 async def version(request: Request) -> Response:
