@@ -8,11 +8,14 @@
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from segue.engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from segue.engine.engine import Engine
+from segue.engine.journal import Journal
 from segue.engine.outputs import EngineOutput, FinishReason
 from segue.engine.request import Keep
+from segue.engine.wire import CALL_TYPES
 from segue.runtime.contract import Runtime
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
@@ -88,6 +91,8 @@ class Client:
     input_open: bool = True
     num_interrupts: int = 0
     """Turns that were cut off and whose end has not been reported yet."""
+    was_restarted: bool = False
+    """The engine that serves it now is not the one that it was sent to."""
 
     def begin(self) -> None:
         """Work out the next answer, if one is due."""
@@ -110,21 +115,27 @@ class World:
     def __init__(self, setup: Setup, trace: Trace | None = None) -> None:
         self.setup = setup
         self.trace = trace
-        config = setup.config
         self.model = OracleModel()
+        self.engine = self._start_engine()
+        self.clients: dict[str, Client] = {}
+        self.num_steps = 0
+        self.num_finished = 0
+        self.checker = Checker(self.engine)
+        self.journal = Journal(setup.config)
+        self._num_told = 0
+
+    def _start_engine(self) -> Engine:
+        """An engine that knows nothing, over KV memory that holds nothing."""
+        config = self.setup.config
         self.target = OracleExecutor(self.model, config.max_model_len)
         self.target.allocate_kv(config.num_kv_blocks, config.block_size)
         self.draft: OracleDraftExecutor | None = None
         runtime: Runtime = LocalRuntime(
             self.target, drafter=self._drafter(), guides=lambda grammar: SimGuide(self.model.vocab_size)
         )
-        if trace is not None:
-            runtime = TracedRuntime(runtime, trace)
-        self.engine = Engine(runtime, config, step_thread=self.setup.threaded)
-        self.clients: dict[str, Client] = {}
-        self.num_steps = 0
-        self.num_finished = 0
-        self.checker = Checker(self.engine)
+        if self.trace is not None:
+            runtime = TracedRuntime(runtime, self.trace)
+        return Engine(runtime, config, step_thread=self.setup.threaded)
 
     def _drafter(self) -> Drafter | None:
         speculative = self.setup.config.speculative
@@ -151,6 +162,12 @@ class World:
 
     # --- what users do ----------------------------------------------------------------------------------------
 
+    def tell(self, method: str, **arguments: Any) -> None:
+        """Call the engine, and note it down for the next one."""
+        getattr(self.engine, method)(**arguments)
+        self.journal.told(CALL_TYPES[method](**arguments))
+        self._num_told += 1
+
     def arrive(
         self,
         request_id: str,
@@ -163,14 +180,16 @@ class World:
         salt: str | None = None,
     ) -> None:
         self.checker.salts[request_id] = salt
-        self.engine.add_request(
-            request_id,
-            prompt,
-            params,
+        self.tell(
+            "add_request",
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            params=params,
             priority=priority,
             cache_salt=salt,
             resumable=resumable,
             keep=keep,
+            num_output_tokens=0,
         )
         plain = PlainSession(self.model, EOS, self.setup.config.max_model_len, keep)
         client = Client(request_id, plain, resumable, input_open=resumable)
@@ -179,7 +198,7 @@ class World:
         client.begin()
 
     def abort(self, client: Client) -> None:
-        self.engine.abort_request(client.request_id)
+        self.tell("abort_request", request_id=client.request_id)
         del self.clients[client.request_id]
 
     def send_chunk(self, client: Client, ids: list[int], params: SamplingParams | None) -> None:
@@ -188,7 +207,7 @@ class World:
             room = self.setup.config.max_model_len - (params is not None)
             if len(client.plain.history) + len(ids) > room or not (client.plain.history or ids):
                 return
-        self.engine.add_chunk(client.request_id, ids, params)
+        self.tell("add_chunk", request_id=client.request_id, token_ids=ids, params=params)
         client.chunks.append((ids, params))
         client.begin()
 
@@ -196,7 +215,7 @@ class World:
         """Revise or interrupt: also in the middle of a turn, with steps in flight."""
         known = len(self.engine.requests[client.request_id].timeline.tokens)
         num_tokens = known - min(known, num_dropped)
-        self.engine.truncate(client.request_id, num_tokens)
+        self.tell("truncate", request_id=client.request_id, num_tokens=num_tokens)
         in_turn = client.expected is not None
         client.num_interrupts += in_turn
         client.plain.truncate(num_tokens, in_turn)
@@ -207,7 +226,7 @@ class World:
         """Another request from a point of this one's history."""
         known = len(self.engine.requests[client.request_id].timeline.tokens)
         num_tokens = known - min(known, num_dropped)
-        self.engine.fork(client.request_id, request_id, num_tokens)
+        self.tell("fork", request_id=client.request_id, new_request_id=request_id, num_tokens=num_tokens)
         self.checker.salts[request_id] = self.checker.salts[client.request_id]
         plain = client.plain
         fork = PlainSession(plain.model, plain.eos, plain.max_model_len, plain.keep)
@@ -218,7 +237,27 @@ class World:
     def end_input(self, client: Client) -> None:
         if client.input_open:
             client.input_open = False
-            self.engine.end_input(client.request_id)
+            self.tell("end_input", request_id=client.request_id)
+
+    def reset_prefix_cache(self) -> None:
+        self.tell("reset_prefix_cache")
+
+    def restart(self, *, lose_outputs: bool) -> None:
+        """The engine ends, with all KV and all that flies; another one goes on from what the journal holds.
+
+        `lose_outputs`: it takes one more step, of which nobody hears.
+        """
+        if lose_outputs:
+            self.engine.step()
+        self.engine.close()
+        self.engine = self.checker.engine = self._start_engine()
+        self.journal.start_over()
+        calls = [call for held in self.journal.requests.values() for call in held.calls()]
+        for call in (*calls, *self.journal.unconfirmed):
+            arguments = {name: getattr(call, name) for name in call.__struct_fields__}
+            getattr(self.engine, type(call).__name__)(**arguments)
+        for client in self.clients.values():
+            client.was_restarted = True
 
     # --- what comes back ---------------------------------------------------------------------------------------
 
@@ -228,6 +267,7 @@ class World:
         faulty = self.target.fail_next or self.target.nan_next
         self.checker.before_step()
         outputs = self.engine.step()
+        self.journal.progress(self._num_told, outputs)
         if self.trace is not None:
             self.trace.add(outputs)
         for violations in (self.target.violations, self.draft.violations if self.draft else []):
@@ -256,7 +296,7 @@ class World:
         if client.expected is not None and (output.token_ids or output.finish_reason is not None):
             client.got = check_output(client.request_id, output, client.expected, client.got)
             if output.finish_reason is not None:
-                if not client.resumable:
+                if not client.resumable and not client.was_restarted:
                     num_output = len(client.expected.token_ids)
                     num_prompt = len(client.plain.full) - num_output
                     check_work(self.setup.config, num_prompt, output, num_output)
@@ -326,7 +366,9 @@ class Simulation(World):
                     for _ in range(rng.choice((1, 1, 1, 2, 3))):
                         self._send_chunk(client)
         if rng.random() < 0.01:
-            self.engine.reset_prefix_cache()
+            self.reset_prefix_cache()
+        if rng.random() < 0.004:
+            self.restart(lose_outputs=rng.random() < 0.5)
         if self.setup.faults and rng.random() < 0.02:
             if rng.random() < 0.5:
                 self.target.fail_next = True

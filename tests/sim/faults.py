@@ -13,6 +13,8 @@ from segue.engine import timeline as timeline_module
 from segue.engine.blocks import BlockPool, block_key, root_key
 from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
+from segue.engine.journal import HeldRequest, Journal
+from segue.engine.outputs import EngineOutput
 from segue.engine.request import Chunk, Request, State, Stop, Turn
 from segue.engine.scheduler import Part, Scheduler
 from segue.engine.timeline import Flight, Timeline
@@ -569,6 +571,33 @@ def masks_miss_the_newest_id(patch: pytest.MonkeyPatch) -> None:
         return {"history": step.history[:-1]}
 
     _change_masks(patch, older)
+
+
+# --- another engine -------------------------------------------------------------------------------------------
+
+
+@fault
+def answer_begins_anew_in_the_next_engine(patch: pytest.MonkeyPatch) -> None:
+    """What was said before counts as prompt: for limits, penalties and grammars."""
+    chunk = Engine._chunk
+    patch.setattr(Engine, "_chunk", lambda self, ids, params, num_output_tokens=0: chunk(self, ids, params))
+
+
+@fault
+def journal_keeps_the_last_id_of_a_turn(patch: pytest.MonkeyPatch) -> None:
+    take = HeldRequest.take
+
+    def take_all(self: HeldRequest, output: EngineOutput, config: EngineConfig) -> None:
+        keep, self.keep = self.keep, "all"
+        take(self, output, config)
+        self.keep = keep
+
+    patch.setattr(HeldRequest, "take", take_all)
+
+
+@fault
+def journal_forgets_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Journal, "unconfirmed", property(lambda self: []))
 
 
 # --- the draft model ------------------------------------------------------------------------------------------

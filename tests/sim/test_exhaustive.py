@@ -72,7 +72,7 @@ def _to(name: str, act: Callable[[World, Client], None]) -> Callable[[World], No
 
 
 def _reset_and_step(world: World) -> None:
-    world.engine.reset_prefix_cache()
+    world.reset_prefix_cache()
     world.step()
 
 

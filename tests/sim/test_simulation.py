@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from segue.engine.outputs import EngineOutput
 from tests.sim.driver import Setup, Simulation, run_seed
 from tests.sim.trace import Trace
 
@@ -66,7 +67,7 @@ def _outputs(setup: Setup, seed: int) -> list[str]:
     class Listener(Trace):
         def add(self, value: object) -> None:
             if isinstance(value, list):
-                said.extend(map(repr, value))
+                said.extend(repr(each) for each in value if isinstance(each, EngineOutput))
 
     simulation = Simulation(seed, setup)
     simulation.trace = Listener()
