@@ -86,6 +86,7 @@ ACTIONS: dict[Event, Callable[[World], None]] = {
     "step": World.step,
     "reset": _reset_and_step,
     "fail": _fail_and_step,
+    "restart": lambda world: world.restart(lose_outputs=True),
     "arrive a": _arrive("a", [2, 6, 2, 6, 2], ANSWER),
     "arrive b": _arrive("b", [2, 6, 2, 6, 3, 4], LONGER),
     "chunk a": _to("a", lambda world, client: world.send_chunk(client, [6, 2], ANSWER)),
@@ -99,12 +100,13 @@ ACTIONS: dict[Event, Callable[[World], None]] = {
     "end b": _to("b", World.end_input),
     "abort b": _to("b", World.abort),
 }
-"""`reset` and `fail` act on the next step, so they come with it."""
+"""`reset` and `fail` act on the next step, so they come with it. `restart` loses a step with its outputs."""
 
 ONE_REQUEST = (
     "step",
     "reset",
     "fail",
+    "restart",
     "chunk a",
     "empty a",
     "prefill a",
@@ -117,6 +119,7 @@ TWO_REQUESTS = (
     "step",
     "reset",
     "fail",
+    "restart",
     "arrive b",
     "chunk a",
     "cut a",
@@ -142,7 +145,7 @@ def _is_possible(event: Event, before: Events) -> bool:
         return event not in before
     # Whoever goes away at once might as well not have acted.
     last = before[-1]
-    return verb != "abort" or last in ("step", "reset", "fail") or last.startswith("arrive")
+    return verb != "abort" or last in ("step", "reset", "fail", "restart") or last.startswith("arrive")
 
 
 def _interleavings(alphabet: Events, depth: int, before: Events) -> Iterator[Events]:
