@@ -157,34 +157,60 @@ void score_rows(const Tile<T>& tile, int keys, const float* q, int head_dim, flo
     }
 }
 
-// Turns a row's first `keys` scores into weights e^(s - max) and updates its max and sum.
-// Returns the factor by which what was accumulated before must shrink.
-template <class V>
-inline float softmax_row(float* scores, int keys, float& max, float& sum) {
-    using F = typename V::F;
+// Calls visit(j, n) for the vectors of a row's first `keys` scores; n lanes of vector j count.
+template <class V, class Visit>
+[[gnu::always_inline]] inline void for_score_vectors(int keys, const Visit& visit) {
     constexpr int kVectors = kTileKeys / V::lanes;
-    const int vectors = (keys + V::lanes - 1) / V::lanes;
-    F largest = V::set1(-kInfinity);
-    for (int j = 0; j < kVectors && j < vectors; ++j) {
-        const F s = V::load(scores + j * V::lanes);
-        const int left = keys - j * V::lanes;
-        largest = V::max(largest, left >= V::lanes ? s : V::keep_n(s, left, V::set1(-kInfinity)));
+    if (keys == kTileKeys) {
+        unroll<kVectors>([&](auto j) { visit(j, V::lanes); });
+        return;
     }
-    const float tile_max = V::reduce_max(largest);
-    const float new_max = tile_max > max ? tile_max : max;
-    const F shift = V::set1(new_max);
-    F weights = V::zero();
-    for (int j = 0; j < kVectors && j < vectors; ++j) {
-        F p = exp<V>(V::sub(V::load(scores + j * V::lanes), shift));
-        const int left = keys - j * V::lanes;
-        if (left < V::lanes) p = V::keep_n(p, left, V::zero());
+    for (int j = 0; j * V::lanes < keys; ++j) {
+        visit(j, keys - j * V::lanes < V::lanes ? keys - j * V::lanes : V::lanes);
+    }
+}
+
+template <class V>
+inline float largest_score(const float* scores, int keys) {
+    typename V::F largest = V::set1(-kInfinity);
+    for_score_vectors<V>(keys, [&](int j, int n) __attribute__((always_inline)) {
+        const auto s = V::load(scores + j * V::lanes);
+        largest = V::max(largest, n == V::lanes ? s : V::keep_n(s, n, V::set1(-kInfinity)));
+    });
+    return V::reduce_max(largest);
+}
+
+// Turns a row's first `keys` scores into weights e^(s - max); returns their sum.
+template <class V>
+inline float weigh_scores(float* scores, int keys, float max) {
+    const auto shift = V::set1(max);
+    auto sum = V::zero();
+    for_score_vectors<V>(keys, [&](int j, int n) __attribute__((always_inline)) {
+        auto p = exp<V>(V::sub(V::load(scores + j * V::lanes), shift));
+        if (n < V::lanes) p = V::keep_n(p, n, V::zero());
         V::store(scores + j * V::lanes, p);
-        weights = V::add(weights, p);
+        sum = V::add(sum, p);
+    });
+    return V::reduce_add(sum);
+}
+
+// Scores become weights, in all rows; maxima and sums are brought up to date. factor[r] is by how much what was
+// accumulated before must shrink.
+template <class V>
+void softmax_rows(float* scores, const int* keys, int rows, const SoftmaxState& state, float* factor) {
+    float shift[kMaxQueryRows] = {};
+    for (int r = 0; r < rows; ++r) {
+        if (keys[r] == 0) continue;
+        const float largest = largest_score<V>(scores + r * kTileKeys, keys[r]);
+        const float max = largest > state.max[r] ? largest : state.max[r];
+        shift[r] = state.max[r] - max;
+        state.max[r] = max;
     }
-    const float factor = V::reduce_add(V::mul(exp<V>(V::set1(max - new_max)), V::keep_n(V::set1(1.0f), 1, V::zero())));
-    sum = sum * factor + V::reduce_add(weights);
-    max = new_max;
-    return factor;
+    for (int r = 0; r < rows; r += V::lanes) V::store(factor + r, exp<V>(V::load(shift + r)));
+    for (int r = 0; r < rows; ++r) {
+        if (keys[r] == 0) continue;
+        state.sum[r] = state.sum[r] * factor[r] + weigh_scores<V>(scores + r * kTileKeys, keys[r], state.max[r]);
+    }
 }
 
 // acc[m] = acc[m] · factor[m] + Σ_j p[m][j] · v[j], for ND vectors of dimensions and keys [0, keys[m]).
@@ -245,9 +271,7 @@ void attend_tile(const Tile<T>& tile, const KvView& kv, int rows, int keys_max, 
             score_rows<V, T, MR>(tile, keys_max, s.q + r * kv.head_dim, kv.head_dim, s.scores + r * kTileKeys);
         });
     }
-    for (int r = 0; r < rows; ++r) {
-        factor[r] = keys[r] > 0 ? softmax_row<V>(s.scores + r * kTileKeys, keys[r], s.range.max[r], s.range.sum[r]) : 1.0f;
-    }
+    softmax_rows<V>(s.scores, keys, rows, s.range, factor);
     for (int r = 0; r < rows; r += kWeighRows) {
         const int count = rows - r < kWeighRows ? rows - r : kWeighRows;
         with_rows<kWeighRows>(count, [&]<int MR>() {
