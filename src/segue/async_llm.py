@@ -17,7 +17,7 @@ from typing import Self, Unpack
 
 from segue.answer_stream import Answers, AnswerStream, StreamingInput
 from segue.args import EngineArgs, EngineOptions
-from segue.engine.outputs import EngineStats
+from segue.engine.outputs import EngineSnapshot, EngineStats
 from segue.engine.request import Keep
 from segue.engine_loop import EngineLoop
 from segue.errors import ParameterError
@@ -166,6 +166,10 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """Where the engine stands, after the step that runs."""
         return await asyncio.wrap_future(self.engine_loop.call(lambda client: client.stats))
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Who holds which blocks, after the step that runs."""
+        return await asyncio.wrap_future(self.engine_loop.call(lambda client: client.snapshot()))
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all cached KV."""

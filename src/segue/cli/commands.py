@@ -369,6 +369,20 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long open requests may go on after SIGTERM.")
     ] = 10.0,
+    state_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Keep realtime sessions here, so that they outlive the server.",
+        ),
+    ] = None,
+    resume_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="How long a realtime session waits for its client to come back."
+        ),
+    ] = 60.0,
     tool_call_parser: Annotated[
         ToolFormat | None,
         typer.Option(show_default="by the chat template", help="How the model writes tool calls."),
@@ -428,6 +442,8 @@ def serve(
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,
         shutdown_timeout_s=shutdown_timeout,
+        state_dir=state_dir,
+        resume_timeout_s=resume_timeout,
         tool_call_parser=tool_call_parser,
         log_level=log_level,
         access_log=access_log,

@@ -49,6 +49,11 @@ class BlockPool:
     def num_cached_free(self) -> int:
         return len(self._cached_free)
 
+    @property
+    def cached_free(self) -> list[int]:
+        """Held by nobody and published, least recently released first."""
+        return list(self._cached_free)
+
     def allocate(self, count: int) -> list[int]:
         """Take blocks, evicting cached ones when no other is free. The caller has checked `num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"

@@ -13,7 +13,7 @@ import zmq
 
 from segue.engine import wire
 from segue.engine.client import EngineClient
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.engine.outputs import EngineOutput, EngineSnapshot, FinishReason, RequestMetrics
 from segue.errors import SegueError, UsageError
 
 
@@ -73,7 +73,7 @@ def _serve(pair: "zmq.Socket[bytes]", notes: wire.Notes) -> None:
             match _carry_out(engine, message):
                 case EngineOutput() as refusal:
                     outputs.append(refusal)
-                case wire.Stats() | wire.Metrics() as answer:
+                case wire.Stats() | wire.Metrics() | wire.Snapshot() as answer:
                     pair.send(wire.encode(answer))
         outputs += engine.step()
         pair.send(wire.encode(wire.Progress(outputs, num_carried_out, engine.has_unfinished_requests())))
@@ -87,7 +87,7 @@ def _waiting(pair: "zmq.Socket[bytes]", *, at_least_one: bool) -> list[object]:
     return messages
 
 
-def _carry_out(engine: EngineClient, message: object) -> wire.Stats | wire.Metrics | EngineOutput | None:
+def _carry_out(engine: EngineClient, message: object) -> wire.Answer | EngineOutput | None:
     if isinstance(message, wire.AskStats):
         return wire.Stats(engine.stats)
     assert isinstance(message, msgspec.Struct)
@@ -105,7 +105,13 @@ def _carry_out(engine: EngineClient, message: object) -> wire.Stats | wire.Metri
         return EngineOutput(
             request_id=request_id, finish_reason=FinishReason.ERROR, finished=True, error=str(error)
         )
-    return wire.Metrics(result) if method == "metrics_of" else None
+    match result:
+        case RequestMetrics():
+            return wire.Metrics(result)
+        case EngineSnapshot():
+            return wire.Snapshot(result)
+        case _:
+            return None
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from segue.engine.config import EngineConfig
-from segue.engine.outputs import EngineOutput, EngineStats, RequestMetrics
+from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, RequestMetrics
 from segue.engine.request import Keep
 from segue.sample.params import SamplingParams
 
@@ -66,5 +66,7 @@ class EngineClient(Protocol):
     def reset_prefix_cache(self) -> None: ...
 
     def metrics_of(self, request_id: str) -> RequestMetrics: ...
+
+    def snapshot(self, request_id: str | None = None) -> EngineSnapshot: ...
 
     def close(self) -> None: ...

@@ -18,7 +18,7 @@ import msgspec
 from segue.engine.blocks import BlockPool
 from segue.engine.check import check_chunk, check_length, check_request
 from segue.engine.config import EngineConfig
-from segue.engine.outputs import EngineOutput, EngineStats, FinishReason, RequestMetrics
+from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, FinishReason, RequestMetrics
 from segue.engine.request import Chunk, Keep, Request, State, Stop, default_seed
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
 from segue.engine.timeline import Flight, Timeline
@@ -363,6 +363,17 @@ class Engine:
         if request is None:
             raise ParameterError("request_id", request_id, "is no unfinished request")
         return request.snapshot()
+
+    def snapshot(self, request_id: str | None = None) -> EngineSnapshot:
+        """Who holds which blocks. With `request_id`, only of that request, if it is there, and without the pool."""
+        if request_id is None:
+            requests = list(self.requests.values())
+        else:
+            requests = [self.requests[request_id]] if request_id in self.requests else []
+        return EngineSnapshot(
+            requests=[request.where_it_stands() for request in requests],
+            cached_blocks=self.pool.cached_free if request_id is None else [],
+        )
 
     def close(self) -> None:
         """Wait for what executes, then release the runtime. Open requests are dropped."""

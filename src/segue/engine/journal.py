@@ -229,7 +229,9 @@ class Journal:
         """Nothing more is to be done about the request."""
         self.requests.pop(request_id, None)
         for index, call in enumerate(self._unconfirmed):
-            if call is not None and _subject(call) == request_id:
+            if call is None or isinstance(call, wire.QUESTIONS):
+                continue
+            if _subject(call) == request_id:
                 self._unconfirmed[index] = None
 
     def start_over(self) -> None:

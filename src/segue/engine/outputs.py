@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -50,6 +51,27 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     """With `finish_reason`."""
     error: str | None = None
     """With `FinishReason.ERROR`: one line."""
+
+
+class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one unfinished request stands."""
+
+    request_id: str
+    state: Literal["waiting", "running", "idle"]
+    num_tokens: int
+    """Of its history: prompt and output."""
+    num_computed: int
+    """How many of these have KV. When it waits for more input, all but the last one is complete."""
+    blocks: list[int]
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds what, to be looked at."""
+
+    requests: list[RequestSnapshot]
+    """Oldest first."""
+    cached_blocks: list[int]
+    """Held by nobody, and still usable as a prefix hit; least recently used first."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ import segue
 from segue.engine import wire
 from segue.engine.check import check_chunk, check_request
 from segue.engine.client import EngineState
-from segue.engine.outputs import EngineOutput, EngineStats, RequestMetrics
+from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, RequestMetrics
 from segue.engine.request import Keep, default_seed
 from segue.errors import EngineDead, ParameterError, SegueError
 from segue.sample.params import SamplingParams
@@ -81,7 +81,7 @@ class EngineProcess:
         """Whether the child had work left after that step."""
         self._progress: deque[wire.Progress] = deque()
         """Received and not yet returned by `step`: until then, nothing of it has happened."""
-        self._answers: deque[wire.Stats | wire.Metrics] = deque()
+        self._answers: deque[wire.Answer] = deque()
         try:
             ready = self._load(args)
         except BaseException:
@@ -271,6 +271,21 @@ class EngineProcess:
         last = next(each for each in outputs if each.finished and each.request_id == remote.wire_id)
         return last.metrics or RequestMetrics()
 
+    def snapshot(self, request_id: str | None = None) -> EngineSnapshot:
+        """As `Engine.snapshot`, after all that was sent. Requests that have ended are left out."""
+        remote = self._remotes.get(request_id) if request_id is not None else None
+        if request_id is not None and remote is None:
+            return EngineSnapshot(requests=[], cached_blocks=[])
+        self._call("snapshot", request_id=remote.wire_id if remote is not None else None)
+        answer = self._answer()
+        assert isinstance(answer, wire.Snapshot)
+        known = [
+            msgspec.structs.replace(each, request_id=self._remotes_by_wire[each.request_id].request_id)
+            for each in answer.snapshot.requests
+            if each.request_id in self._remotes_by_wire
+        ]
+        return msgspec.structs.replace(answer.snapshot, requests=known)
+
     def close(self) -> None:
         """Ends the child, in the middle of a step if there is one. May be called again."""
         self._dead = self._dead or "the engine was closed"
@@ -307,14 +322,14 @@ class EngineProcess:
         match message:
             case wire.Progress():
                 self._progress.append(message)
-            case wire.Stats() | wire.Metrics():
+            case wire.Stats() | wire.Metrics() | wire.Snapshot():
                 self._answers.append(message)
             case wire.Failed():
                 self._die(message.error)
             case _:
                 assert message is None, message
 
-    def _answer(self) -> wire.Stats | wire.Metrics:
+    def _answer(self) -> wire.Answer:
         deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
         while not self._answers:
             if time.monotonic() > deadline_s:

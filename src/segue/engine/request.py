@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from segue.engine.config import EngineConfig
-from segue.engine.outputs import FinishReason, RequestMetrics
+from segue.engine.outputs import FinishReason, RequestMetrics, RequestSnapshot
 from segue.engine.timeline import Timeline
 from segue.runtime.contract import Sampling, TokenLogprobs
 from segue.sample.params import SamplingParams
@@ -26,6 +26,13 @@ class State(Enum):
     IDLE = auto()
     """Resumable and without work. Its blocks are the first to be taken."""
     FINISHED = auto()
+
+
+_STATE_NAMES: dict[State, Literal["waiting", "running", "idle"]] = {
+    State.WAITING: "waiting",
+    State.RUNNING: "running",
+    State.IDLE: "idle",
+}
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -204,6 +211,16 @@ class Request:
     def drop_kv(self) -> list[int]:
         """Forget all KV: preemption and eviction. Returns the blocks to release."""
         return self.timeline.cut(len(self.timeline.tokens), 0)
+
+    def where_it_stands(self) -> RequestSnapshot:
+        """For those who look at the engine. A finished request stands nowhere."""
+        return RequestSnapshot(
+            request_id=self.id,
+            state=_STATE_NAMES[self.state],
+            num_tokens=len(self.timeline.tokens),
+            num_computed=self.timeline.kv_len,
+            blocks=list(self.timeline.blocks),
+        )
 
     def snapshot(self) -> RequestMetrics:
         """The metrics so far, as a value that does not change any more."""

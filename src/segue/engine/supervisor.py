@@ -121,7 +121,7 @@ class SupervisedEngine(EngineProcess):
             except EngineDead as error:
                 self._start_again(error)
 
-    def _answer(self) -> wire.Stats | wire.Metrics:
+    def _answer(self) -> wire.Answer:
         while True:
             try:
                 return super()._answer()
@@ -140,7 +140,7 @@ class SupervisedEngine(EngineProcess):
             case wire.Progress():
                 super()._take(self._confirmed(message))
                 self._end_trial(message)
-            case wire.Stats() | wire.Metrics():
+            case wire.Stats() | wire.Metrics() | wire.Snapshot():
                 self._journal.answered()
                 super()._take(message)
             case _:

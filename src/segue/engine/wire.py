@@ -15,7 +15,7 @@ import zmq
 
 from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
-from segue.engine.outputs import EngineOutput, EngineStats, RequestMetrics
+from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, RequestMetrics
 
 CALLS = (
     "add_request",
@@ -26,6 +26,7 @@ CALLS = (
     "abort_request",
     "reset_prefix_cache",
     "metrics_of",
+    "snapshot",
 )
 """Methods of `Engine` that are called from outside; those that return something are answered."""
 
@@ -78,6 +79,15 @@ class Metrics(msgspec.Struct, frozen=True, tag=True):
     metrics: RequestMetrics | None
 
 
+class Snapshot(msgspec.Struct, frozen=True, tag=True):
+    """From the child: the answer to `snapshot`."""
+
+    snapshot: EngineSnapshot
+
+
+Answer = Stats | Metrics | Snapshot
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """From the child, which then ends: the engine failed, and not because of a request."""
 
@@ -99,14 +109,12 @@ def _encode_array(value: object) -> object:
 
 
 CALL_TYPES = {method: _call_type(method) for method in CALLS}
-QUESTIONS = (AskStats, CALL_TYPES["metrics_of"])
+QUESTIONS = (AskStats, CALL_TYPES["metrics_of"], CALL_TYPES["snapshot"])
 """Answered at once; all other calls by nothing, or by outputs."""
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
 decode_to_child = msgspec.msgpack.Decoder(reduce(or_, CALL_TYPES.values(), Start | AskStats)).decode
-decode_from_child = msgspec.msgpack.Decoder(
-    Connected | Ready | NotLoaded | Progress | Stats | Metrics | Failed
-).decode
+decode_from_child = msgspec.msgpack.Decoder(Connected | Ready | NotLoaded | Progress | Answer | Failed).decode
 
 
 NOTE_HEAD_BYTES = 4

@@ -53,7 +53,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise _validation_error(str(error)) from None
+        raise validation_error(str(error)) from None
 
 
 async def _read_json(request: Request) -> object:
@@ -97,7 +97,7 @@ def _too_large(limit: int) -> HttpError:
     )
 
 
-def _validation_error(message: str) -> HttpError:
+def validation_error(message: str) -> HttpError:
     """What msgspec says, with the field where OpenAI's clients look for it."""
     path, why = "", message
     if (found := _AT.match(message)) is not None:

@@ -33,6 +33,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ssl_certfile: str | None = None
     shutdown_timeout_s: float = 10.0
     """How long open requests may go on after the signal to end."""
+    state_dir: str | None = None
+    """Where realtime sessions are kept, so that they outlive the server."""
+    resume_timeout_s: float = 60.0
+    """How long a realtime session waits for its client to come back."""
     tool_call_parser: ToolFormat | None = None
     """None: told by the model's chat template."""
     log_level: LogLevel = "info"
@@ -45,6 +49,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ParameterError("max_request_bytes", self.max_request_bytes, "must be positive")
         if not 0 <= self.shutdown_timeout_s < float("inf"):
             raise ParameterError("shutdown_timeout", self.shutdown_timeout_s, "must be 0 or more seconds")
+        if not 0 <= self.resume_timeout_s < float("inf"):
+            raise ParameterError("resume_timeout", self.resume_timeout_s, "must be 0 or more seconds")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ParameterError(
                 "ssl_certfile", self.ssl_certfile, "TLS needs both --ssl-keyfile and --ssl-certfile"

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
@@ -20,7 +21,10 @@ from segue.async_llm import AsyncLLM
 from segue.server.app import create_app
 from segue.server.listen import address_of
 from segue.server.options import ServerOptions
+from segue.server.realtime.registry import SessionRegistry
+from segue.server.realtime.route import realtime_routes
 from segue.server.serving import Serving
+from segue.server.state_store import StateStore
 
 log = logging.getLogger("segue.server")
 
@@ -33,8 +37,10 @@ def run_server(llm: AsyncLLM, model: str, options: ServerOptions, listener: sock
     """Serves on a bound socket. Closes the socket; the model is the caller's to shut down, again if need be."""
     _set_up_logging(options)
     serving = Serving(llm, model, options)
+    store = None if options.state_dir is None else StateStore(Path(options.state_dir), serving.model_name)
+    registry = SessionRegistry(resume_timeout_s=options.resume_timeout_s, store=store)
     config = uvicorn.Config(
-        create_app(serving),
+        create_app(serving, more_routes=realtime_routes(registry)),
         log_config=None,
         access_log=options.access_log,
         ssl_keyfile=options.ssl_keyfile,
@@ -49,6 +55,8 @@ def run_server(llm: AsyncLLM, model: str, options: ServerOptions, listener: sock
         _Server(config, serving, address_of(listener, options)).run(sockets=[listener])
     finally:
         listener.close()
+        if store is not None:
+            store.close()
         if options.uds is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(options.uds)

@@ -52,6 +52,25 @@ class Session:
         return [*self._state.kept, *self._state.sent]
 
     @property
+    def kept_ids(self) -> list[int]:
+        """The history up to the end of the last answer's text: with the messages, all that it takes to go on later
+        from exactly here; see `SessionManager.resume`."""
+        return list(self._state.kept)
+
+    async def progress(self) -> tuple[int, int]:
+        """How many tokens the history and the open turn are, and how many of these are computed. The last one is
+        computed when the answer begins."""
+        channel = self._channel
+        if channel is None:
+            return self._state.num_history_tokens, 0
+        snapshot = await asyncio.wrap_future(
+            self._manager.loop.call(lambda client: client.snapshot(channel.request_id))
+        )
+        if not snapshot.requests:
+            return self._state.num_history_tokens, 0
+        return snapshot.requests[0].num_tokens, snapshot.requests[0].num_computed
+
+    @property
     def is_answering(self) -> bool:
         return self._state.phase is Phase.ANSWERING
 
@@ -338,6 +357,22 @@ class SessionManager:
         )
         max_model_len = self.loop.client.config.max_model_len
         return self.add(SessionState(turn, max_model_len=max_model_len), None, session_id)
+
+    def resume(
+        self,
+        messages: Sequence[Message],
+        kept_ids: Sequence[int],
+        num_kept: int,
+        *,
+        role: str = "user",
+        now: datetime,
+    ) -> Session:
+        """A session that goes on after `messages`, whose first `num_kept` (the last of them an answer) are `kept_ids`
+        as another session had them. The text of an answer can be made of more than one sequence of ids."""
+        turn = ChatTurn(self.tokenizer, messages, role, now, num_kept=num_kept)
+        state = SessionState(turn, max_model_len=self.loop.client.config.max_model_len)
+        state.kept = list(kept_ids)
+        return self.add(state, None)
 
     def add(self, state: SessionState, source: Channel | None, session_id: str | None = None) -> Session:
         """A session with this state; with `source`, forked from that request."""

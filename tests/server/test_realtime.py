@@ -1,0 +1,471 @@
+"""The realtime WebSocket: with OpenAI's client, and as anybody might use it."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from segue import LLM, SamplingParams
+from segue.server.realtime import event_log
+from tests.server.running import RunningServer, serve_process
+
+Event = dict[str, Any]
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def url(server: RunningServer, **query: str) -> str:
+    text = "&".join(f"{name}={value}" for name, value in {"model": server.model, **query}.items())
+    return f"{server.url.replace('http', 'ws')}/v1/realtime?{text}"
+
+
+class Client:
+    """A plain WebSocket client."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+        self.events: list[Event] = []
+
+    async def send(self, kind: str, **fields: object) -> None:
+        await self.socket.send(json.dumps({"type": kind, **fields}))
+
+    async def next(self) -> Event:
+        event: Event = json.loads(await self.socket.recv())
+        self.events.append(event)
+        return event
+
+    async def until(self, kind: str) -> Event:
+        while True:
+            event = await self.next()
+            if event["type"] == kind:
+                return event
+            assert event["type"] != "error" or kind == "error", event
+
+    async def say(self, text: str, role: str = "user") -> str:
+        """Add an item. Its id."""
+        kind = "output_text" if role == "assistant" else "input_text"
+        item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+        await self.send("conversation.item.create", item=item)
+        done = await self.until("conversation.item.done")
+        item_id: str = done["item"]["id"]
+        return item_id
+
+    async def answer(self, **fields: object) -> Event:
+        await self.send("response.create", response=fields)
+        done = await self.until("response.done")
+        response: Event = done["response"]
+        return response
+
+
+@asynccontextmanager
+async def client(server: RunningServer, **query: str) -> AsyncIterator[Client]:
+    async with connect(url(server, **query)) as socket:
+        yield Client(socket)
+
+
+def text_of(response: Event) -> str:
+    (item,) = response["output"]
+    (part,) = item["content"]
+    text: str = part["text"]
+    return text
+
+
+GREEDY = {"temperature": 0, "max_output_tokens": 12}
+
+
+def plain(llm: LLM, messages: list[dict[str, str]], max_tokens: int = 12) -> str:
+    """The same answer without a session."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    (output,) = llm.chat(messages, params, use_tqdm=False)
+    return output.outputs[0].text
+
+
+# --- OpenAI's client ------------------------------------------------------------------------------------------
+
+
+def test_openais_client(server: RunningServer, long_llm: LLM) -> None:
+    async def test() -> None:
+        client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none")
+        async with client.realtime.connect(model=server.model) as connection:
+            assert (await connection.recv()).type == "session.created"
+            await connection.session.update(
+                session={
+                    "type": "realtime",
+                    "instructions": "the hen",
+                    "output_modalities": ["text"],
+                    "max_output_tokens": 12,
+                    "temperature": 0,  # type: ignore[typeddict-unknown-key]
+                }
+            )
+            updated = await connection.recv()
+            assert updated.type == "session.updated"
+            assert updated.session.type == "realtime"
+            assert updated.session.instructions == "the hen"
+            await connection.conversation.item.create(
+                item={
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "an inn"}],
+                }
+            )
+            await connection.response.create()
+            kinds, text = [], ""
+            async for event in connection:
+                kinds.append(event.type)
+                if event.type == "response.output_text.delta":
+                    text += event.delta
+                elif event.type == "response.output_text.done":
+                    assert event.text == text
+                elif event.type == "response.done":
+                    break
+            assert event.response.status == "incomplete"
+            assert event.response.usage is not None
+            assert event.response.usage.output_tokens == 12
+        system = {"role": "system", "content": "the hen"}
+        assert text == plain(long_llm, [system, {"role": "user", "content": "an inn"}])
+        assert list(dict.fromkeys(kinds)) == [
+            "conversation.item.added",
+            "conversation.item.done",
+            "response.created",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.done",
+        ]
+
+    run(test())
+
+
+# --- conversations --------------------------------------------------------------------------------------------
+
+
+def test_turns_follow_each_other(server: RunningServer, long_llm: LLM) -> None:
+    async def test() -> None:
+        messages = []
+        async with client(server) as c:
+            for text in ("the hen", "an inn", "rain"):
+                await c.say(text)
+                messages.append({"role": "user", "content": text})
+                response = await c.answer(**GREEDY)
+                assert response["usage"]["output_tokens"] == 12
+                if len(messages) == 1:
+                    assert text_of(response) == plain(long_llm, messages)
+                messages.append({"role": "assistant", "content": text_of(response)})
+
+    run(test())
+
+
+def test_input_that_is_still_arriving(server: RunningServer, long_llm: LLM) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            for word in ("an ", "inn ", "in ", "the ", "snow"):
+                await c.send("input_text.append", text=word)
+            await c.send("input_text.revise", text="an inn in the rain")
+            while (progress := await c.until("input_text.progress"))["num_computed"] < progress[
+                "num_tokens"
+            ] - 1:
+                pass
+            await c.send("input_text.commit")
+            committed = await c.until("input_text.committed")
+            done = await c.until("conversation.item.done")
+            assert done["item"]["id"] == committed["item_id"]
+            assert done["item"]["content"] == [{"type": "input_text", "text": "an inn in the rain"}]
+            response = await c.answer(**GREEDY)
+            assert text_of(response) == plain(long_llm, [{"role": "user", "content": "an inn in the rain"}])
+            # An answer commits what there is.
+            await c.send("input_text.append", text="oh")
+            await c.send("input_text.clear")
+            await c.until("input_text.cleared")
+            await c.send("input_text.append", text="the hen")
+            await c.send("response.create", response=GREEDY)
+            assert (await c.until("conversation.item.done"))["item"]["content"][0]["text"] == "the hen"
+            await c.until("response.done")
+
+    run(test())
+
+
+def test_input_during_an_answer_waits_and_an_answer_can_be_cut_off(server: RunningServer) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            await c.say("the hen")
+            await c.send("response.create", response={"temperature": 0, "max_output_tokens": 4000})
+            await c.until("response.output_text.delta")
+            await c.send("input_text.append", text="an inn")
+            await c.send("response.create", event_id="mine")
+            error = await c.until("error")
+            assert error["error"]["code"] == "conversation_already_has_active_response"
+            assert error["error"]["event_id"] == "mine"
+            await c.send("response.cancel")
+            response = (await c.until("response.done"))["response"]
+            assert response["status"] == "cancelled"
+            assert response["status_details"] == {"type": "cancelled", "reason": "client_cancelled"}
+            deltas = [e["delta"] for e in c.events if e["type"] == "response.output_text.delta"]
+            assert text_of(response) == "".join(deltas) != ""
+            assert (await c.answer(**GREEDY))["status"] in ("incomplete", "completed")
+            texts = [
+                e["item"]["content"][0]["text"] for e in c.events if e["type"] == "conversation.item.done"
+            ]
+            assert "an inn" in texts
+
+    run(test())
+
+
+def test_items_in_the_middle_and_deleted_ones(server: RunningServer, long_llm: LLM) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            first = await c.say("the hen")
+            wrong = await c.say("no")
+            await c.say("an inn")
+            await c.send("conversation.item.delete", item_id=wrong)
+            await c.until("conversation.item.deleted")
+            item = {
+                "id": "mine",
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "oh"}],
+            }
+            await c.send("conversation.item.create", item=item, previous_item_id=first)
+            assert (await c.until("conversation.item.added"))["previous_item_id"] == first
+            await c.send("conversation.item.retrieve", item_id="mine")
+            assert (await c.until("conversation.item.retrieved"))["item"]["role"] == "assistant"
+            messages = [
+                {"role": "user", "content": "the hen"},
+                {"role": "assistant", "content": "oh"},
+                {"role": "user", "content": "an inn"},
+            ]
+            assert text_of(await c.answer(**GREEDY)) == plain(long_llm, messages)
+
+    run(test())
+
+
+def test_answers_apart(server: RunningServer, long_llm: LLM) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            await c.say("the hen")
+            item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "an inn"}]}
+            response = await c.answer(**GREEDY, conversation="none", input=[item], metadata={"a": "b"})
+            assert text_of(response) == plain(long_llm, [{"role": "user", "content": "an inn"}])
+            assert response["metadata"] == {"a": "b"}
+            response = await c.answer(**GREEDY, instructions="rain")
+            messages = [{"role": "system", "content": "rain"}, {"role": "user", "content": "the hen"}]
+            assert text_of(response) == plain(long_llm, messages)
+            await c.send("conversation.item.retrieve", item_id=response["output"][0]["id"])
+            await c.until("conversation.item.retrieved")
+
+    run(test())
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "param", "message"),
+    [
+        ("{", None, "not valid JSON"),
+        ("[1]", None, "Expected `object`"),
+        ("{}", "type", "is required"),
+        ('{"type": "no.such"}', "type", "Invalid value 'no.such'"),
+        ('{"type": "input_text.append"}', "text", "is required"),
+        ('{"type": "input_text.append", "text": 5}', "text", "Expected `str`"),
+        ('{"type": "input_text.commit"}', None, "no input to commit"),
+        ('{"type": "response.create"}', None, "nothing to answer"),
+        (
+            '{"type": "response.create", "response": {"max_output_tokens": 0}}',
+            "max_output_tokens",
+            "at least 1",
+        ),
+        ('{"type": "response.create", "response": {"input": []}}', "response.input", "is empty"),
+        ('{"type": "response.cancel"}', None, "no such answer"),
+        ('{"type": "session.update", "session": {"temperature": -1}}', "temperature", "must be in"),
+        (
+            '{"type": "session.update", "session": {"output_modalities": ["audio"]}}',
+            "session.output_modalities",
+            "gives text",
+        ),
+        ('{"type": "session.update", "session": {"tools": [{}]}}', "tools", "/v1/chat/completions"),
+        ('{"type": "conversation.item.delete", "item_id": "x"}', "item_id", "there is no item"),
+        (
+            '{"type": "conversation.item.create", "item": {"content": [{"type": "input_audio"}]}}',
+            "item.content[0]",
+            "text only",
+        ),
+        (
+            '{"type": "conversation.item.create", "item": {"type": "function_call"}}',
+            "item.type",
+            "only messages",
+        ),
+        ('{"type": "input_text.append", "text": "' + "the hen " * 20000 + '"}', None, "max_model_len"),
+    ],
+)
+def test_wrong_events(server: RunningServer, data: str, param: str | None, message: str) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            await c.until("session.created")
+            await c.socket.send(data)
+            error = (await c.until("error"))["error"]
+            assert message in error["message"]
+            assert error["param"] == param
+            assert error["type"] == "invalid_request_error"
+            await c.socket.send(b"{}")
+            await c.until("error")
+            await c.say("the hen")
+            assert (await c.answer(**GREEDY))["usage"]["output_tokens"] > 0
+
+    run(test())
+
+
+def test_connections_that_cannot_be(server: RunningServer) -> None:
+    async def test() -> None:
+        for query, code in (({"model": "x"}, "model_not_found"), ({"session_id": "x"}, "session_not_found")):
+            async with connect(url(server, **query)) as socket:
+                assert json.loads(await socket.recv())["error"]["code"] == code
+                with pytest.raises(ConnectionClosed):
+                    await socket.recv()
+
+    run(test())
+
+
+# --- lost connections, slow readers ---------------------------------------------------------------------------
+
+
+def test_a_lost_connection_is_taken_up_again(server: RunningServer) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            created = await c.until("session.created")
+            await c.say("the hen")
+            await c.send("response.create", response={"temperature": 0, "max_output_tokens": 40})
+            last = await c.until("response.output_text.delta")
+            c.socket.transport.abort()
+        async with client(
+            server, session_id=created["session"]["id"], last_event_id=last["event_id"]
+        ) as again:
+            response = (await again.until("response.done"))["response"]
+            deltas = [
+                event["delta"]
+                for event in c.events + again.events
+                if event["type"] == "response.output_text.delta"
+            ]
+            assert "".join(deltas) == text_of(response)
+            numbers = [int(event["event_id"].removeprefix("event_")) for event in c.events + again.events]
+            assert numbers == list(range(len(numbers)))
+            assert "session.resumed" in [event["type"] for event in again.events]
+            # A second connection takes it over.
+            async with client(server, session_id=created["session"]["id"]) as third:
+                await third.until("session.resumed")
+                with pytest.raises(ConnectionClosed) as closed:
+                    await again.until("never")
+                assert closed.value.rcvd is not None
+                assert closed.value.rcvd.code == 4001
+                await third.say("an inn")
+                await third.answer(**GREEDY)
+
+    run(test())
+
+
+def test_events_that_are_lost_are_not_passed_over(server: RunningServer) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            created = await c.until("session.created")
+        async with client(server, session_id=created["session"]["id"], last_event_id="event_99") as again:
+            assert (await again.until("error"))["error"]["code"] == "events_lost"
+
+    run(test())
+
+
+def test_the_log_is_bounded_and_gives_again_what_was_sent() -> None:
+    async def test() -> None:
+        log = event_log.EventLog()
+        text = "x" * 1000
+        written = 0
+
+        async def write() -> None:
+            nonlocal written
+            for number in range(2000):
+                await log.add("a", text=text, number=number)
+                written += 1
+
+        writer = asyncio.create_task(write())
+        await asyncio.sleep(0.01)
+        assert written * 1000 <= event_log.MAX_UNSENT_BYTES
+        seen = []
+        while len(seen) < 2000:
+            seen.append(json.loads(await log.next()))
+            log.sent()
+        await writer
+        assert [event["number"] for event in seen] == list(range(2000))
+        assert not log.go_back("event_0")
+        while log._unsent:
+            log.sent()
+        assert log.go_back(seen[-10]["event_id"])
+        assert json.loads(await log.next()) == seen[-9]
+        assert not log.go_back("event_2000")
+        assert not log.go_back("x")
+
+    run(test())
+
+
+def test_sessions_time_out(tmp_path: Path, tiny_path: Path) -> None:
+    with serve_process(tmp_path / "log", tiny_path, "--resume-timeout", "0.1") as server:
+
+        async def test() -> None:
+            async with client(server) as c:
+                created = await c.until("session.created")
+                await c.say("the hen")
+            await asyncio.sleep(0.5)
+            async with client(server, session_id=created["session"]["id"]) as c:
+                assert (await c.until("error"))["error"]["code"] == "session_not_found"
+
+        run(test())
+        assert server.metric("vllm:num_requests_running") == 0
+
+
+# --- on disk --------------------------------------------------------------------------------------------------
+
+
+def test_sessions_outlive_the_server(tmp_path: Path, tiny_path: Path) -> None:
+    seed = {"temperature": 1.0, "seed": 3, "max_output_tokens": 15}
+    answers: dict[bool, list[str]] = {}
+
+    async def first(server: RunningServer) -> tuple[str, list[str]]:
+        async with client(server) as c:
+            created = await c.until("session.created")
+            await c.send("session.update", session={"instructions": "rain", "max_output_tokens": 15})
+            await c.say("the hen")
+            texts = [text_of(await c.answer(**seed))]
+            await c.send("input_text.append", text="an in")
+            await c.until("input_text.progress")
+            return created["session"]["id"], texts
+
+    async def second(server: RunningServer, session_id: str) -> list[str]:
+        async with client(server, session_id=session_id) as c:
+            event = await c.next()
+            while event["type"] not in ("session.created", "session.resumed"):
+                event = await c.next()
+            assert event["session"]["instructions"] == "rain"
+            assert event["session"]["max_output_tokens"] == 15
+            await c.send("input_text.append", text="n")
+            return [text_of(await c.answer(**seed))]
+
+    for restarts in (False, True):
+        arguments = ("--state-dir", str(tmp_path / f"state {restarts}"))
+        with serve_process(tmp_path / "log", tiny_path, *arguments) as server:
+            session_id, texts = asyncio.run(first(server))
+            if not restarts:
+                texts += asyncio.run(second(server, session_id))
+        if restarts:  # after a SIGKILL
+            with serve_process(tmp_path / "log", tiny_path, *arguments) as server:
+                texts += asyncio.run(second(server, session_id))
+        answers[restarts] = texts
+    assert answers[True] == answers[False]
