@@ -9,7 +9,7 @@ import functools
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from segue.errors import ParameterError, UsageError
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from segue.tokens import Tokenizer
 
 MAX_CACHED_GUIDES = 512
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,32}"}
+"""Room for any layout, but none for a small model that cannot stop indenting."""
 
 
 class Guide(Protocol):
@@ -179,9 +181,9 @@ def _grammar(name: str, value: str | tuple[str, ...] | bool) -> str:
 
     match name, value:
         case "json", str():
-            return str(LLMatcher.grammar_from_json_schema(value))
+            return str(LLMatcher.grammar_from_json_schema(value, overrides=_JSON_OPTIONS))
         case "json_object", True:
-            return str(LLMatcher.grammar_from_json_schema('{"type": "object"}'))
+            return str(LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS))
         case "regex", str():
             return str(LLMatcher.grammar_from_regex(value))
         case "choice", tuple():

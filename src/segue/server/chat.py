@@ -92,6 +92,7 @@ class ChatRequest(CompletionFields, kw_only=True):
                 max_tokens=self.answer_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
                 prompt_logprobs=self.prompt_logprobs,
+                response_format=self.response_format,
                 n=self.n,
             )
 

@@ -67,6 +67,7 @@ class CompletionRequest(CompletionFields, kw_only=True):
             max_tokens=1 if self.is_only_echo else max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=echoed,
+            response_format=self.response_format,
             n=self.n,
         )
 

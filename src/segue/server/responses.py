@@ -53,6 +53,7 @@ from segue.server.response_objects import (
 )
 from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, Count, SamplingFields
 from segue.server.serving import Serving, new_id, serving_of
+from segue.server.structured import ResponseFormat
 from segue.server.tools.calls import (
     FunctionDefinition,
     FunctionName,
@@ -69,6 +70,12 @@ LOGPROBS = "message.output_text.logprobs"
 """In `include`: the answer's logprobs."""
 
 
+class TextOptions(msgspec.Struct, kw_only=True):
+    format: ResponseFormat | None = None
+    verbosity: str | None = None
+    """Without a meaning here."""
+
+
 class ResponsesRequest(SamplingFields, kw_only=True):
     """OpenAI's fields of a response, and vLLM's for sampling."""
 
@@ -78,9 +85,6 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         "conversation": Unsupported("nothing is stored here; send the conversation as input"),
         "background": Unsupported("is not supported", (False,)),
         "prompt": Unsupported("prompt templates are not supported; use instructions and input"),
-        "text": Unsupported(
-            "only plain text is supported", ({}, {"format": {"type": "text"}}, {"format": None})
-        ),
         "truncation": Unsupported("is not supported; shorten the input", ("disabled",)),
     }
     ignored: ClassVar[frozenset[str]] = IGNORED_SAMPLING | {
@@ -106,6 +110,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
+    text: TextOptions | None = None
 
     def sampling_params(self) -> SamplingParams:
         """Raises ParameterError."""
@@ -114,6 +119,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
             return self.params(
                 max_tokens=self.max_output_tokens,
                 logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
+                response_format=None if self.text is None else self.text.format,
             )
 
 

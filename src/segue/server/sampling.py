@@ -9,6 +9,7 @@ from msgspec import Meta
 from segue.errors import ParameterError
 from segue.sample.params import SamplingParams
 from segue.server.body import RequestBody, Unsupported
+from segue.server.structured import ResponseFormat, StructuredOutputs, structured_outputs
 
 MAX_N = 128
 MAX_ANSWERS = 2048
@@ -25,12 +26,10 @@ UNSUPPORTED_SAMPLING: Mapping[str, Unsupported] = {
     "bad_words": Unsupported("is not supported; use logit_bias or stop", ([],)),
     "logits_processors": Unsupported("is not supported", ([],)),
     "prompt_embeds": Unsupported("embeddings as a prompt are not supported"),
-    "response_format": Unsupported("only {'type': 'text'} is supported", ({"type": "text"},)),
-    "structured_outputs": Unsupported("is not supported"),
-    "guided_json": Unsupported("is not supported"),
-    "guided_regex": Unsupported("is not supported"),
-    "guided_choice": Unsupported("is not supported"),
-    "guided_grammar": Unsupported("is not supported"),
+    "guided_json": Unsupported("is vLLM's old form; use structured_outputs"),
+    "guided_regex": Unsupported("is vLLM's old form; use structured_outputs"),
+    "guided_choice": Unsupported("is vLLM's old form; use structured_outputs"),
+    "guided_grammar": Unsupported("is vLLM's old form; use structured_outputs"),
 }
 IGNORED_SAMPLING = frozenset({"length_penalty", "spaces_between_special_tokens", "user"})
 """A penalty for beam search; a choice that byte-level tokens do not leave; who asks."""
@@ -66,8 +65,16 @@ class SamplingFields(RequestBody, kw_only=True):
     cache_salt: Annotated[str, Meta(max_length=512)] | None = None
     request_id: Annotated[str, Meta(max_length=256)] | None = None
     stream: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
 
-    def params(self, *, max_tokens: int | None, logprobs: int | None, **others: Any) -> SamplingParams:
+    def params(
+        self,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        response_format: ResponseFormat | None = None,
+        **others: Any,
+    ) -> SamplingParams:
         """With what the endpoints name each in its own way; None leaves `others` at their defaults.
 
         Raises ParameterError.
@@ -89,6 +96,7 @@ class SamplingFields(RequestBody, kw_only=True):
             "min_tokens": self.min_tokens,
             "skip_special_tokens": self.skip_special_tokens,
             "logprobs": logprobs,
+            "structured_outputs": structured_outputs(response_format, self.structured_outputs),
             **others,
         }
         return SamplingParams(
@@ -106,6 +114,7 @@ class CompletionFields(SamplingFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     """Logprobs name tokens "token_id:42"."""
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
 
     def check_stream_fields(self) -> None:
