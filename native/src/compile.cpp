@@ -101,7 +101,8 @@ class Compiler {
     Source make_source(const ProgramOp& op) {
         if (op.kind == Kind::kRmsNorm) {
             if (width(op.x) != width(op.out)) throw ModelFileError("norm: the buffers' widths differ");
-            return {Source::Kind::kNorm, stored(op.x), width(op.out), norm_weight(op.weights.at(0), width(op.x)), op.eps};
+            return {Source::Kind::kNorm, stored(op.x), width(op.out), norm_weight(op.weights.at(0), width(op.x)),
+                    op.eps};
         }
         if (width(op.x) != 2 * width(op.out)) throw ModelFileError("silu_mul: the input must be twice as wide");
         return {Source::Kind::kSiluMul, stored(op.x), width(op.out)};

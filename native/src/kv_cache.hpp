@@ -2,8 +2,8 @@
 //
 //   [layer][block][kv head]  K [head_dim][block_size] | V [block_size][v_stride]
 //
-// K is transposed inside a block, so that scores of consecutive keys are computed in lanes. v_stride is head_dim rounded
-// up to 16; the rest of a row is zero.
+// K is transposed inside a block, so that scores of consecutive keys are computed in lanes. v_stride is head_dim
+// rounded up to 16; the rest of a row is zero.
 #pragma once
 
 #include <cstddef>

@@ -14,10 +14,10 @@
 namespace segue {
 namespace {
 
-constexpr int kSharedRows = 128;  // up to this many rows, threads share the outputs of a matrix
-constexpr int kPrivateRows = 4;   // up to this many, each thread prepares all input rows itself
-constexpr int kChunkRows = 256;   // the most rows a thread takes through a run of operations at once
-constexpr int kLogitRows = 32;    // rows of logits computed together
+constexpr int kSharedRows = 128;    // up to this many rows, threads share the outputs of a matrix
+constexpr int kPrivateRows = 4;     // up to this many, each thread prepares all input rows itself
+constexpr int kChunkRows = 256;     // the most rows a thread takes through a run of operations at once
+constexpr int kLogitRows = 32;      // rows of logits computed together
 constexpr int kLogitsPadding = 16;  // keeps equal columns of rows out of one cache set
 
 size_t row_stride(int width) { return static_cast<size_t>(round_up(width, kPanel)) + kPanel; }
@@ -59,9 +59,9 @@ struct WantedRow {
 // What one execution needs to know, the same for every layer.
 struct Step {
     int rows = 0;
-    std::vector<int32_t> positions;  // by row
-    std::vector<int32_t> sequences;  // by row
-    std::vector<AttentionItem> items;  // the longest first
+    std::vector<int32_t> positions;         // by row
+    std::vector<int32_t> sequences;         // by row
+    std::vector<AttentionItem> items;       // the longest first
     std::vector<AttentionItem> last_items;  // those with a wanted row: all that the last attention needs
     std::vector<RangeGroup> groups;
     size_t partial_floats = 0;
@@ -90,8 +90,8 @@ void add_wanted_rows(const StepInput& input, size_t index, Step& step) {
 }
 
 // Cuts one sequence's attention into items. `split_ranges`: also along the keys.
-void add_attention_items(const SequenceInput& seq, int sequence, const ModelSizes& sizes, bool split_ranges, int v_stride,
-                         Step& step) {
+void add_attention_items(const SequenceInput& seq, int sequence, const ModelSizes& sizes, bool split_ranges,
+                         int v_stride, Step& step) {
     const int group_heads = sizes.num_heads / sizes.num_kv_heads;
     const int item_heads = std::min(group_heads, kMaxQueryRows);
     const int item_queries = std::max(1, kMaxQueryRows / item_heads);
@@ -100,8 +100,8 @@ void add_attention_items(const SequenceInput& seq, int sequence, const ModelSize
         const int ranges = (seq.start + first + queries - 1) / kRangeKeys + 1;
         for (int kv_head = 0; kv_head < sizes.num_kv_heads; ++kv_head) {
             for (int head = 0; head < group_heads; head += item_heads) {
-                AttentionItem item{sequence, kv_head, head, std::min(item_heads, group_heads - head), first, queries,
-                                   0,        ranges,  false, 0};
+                AttentionItem item{sequence, kv_head, head, std::min(item_heads, group_heads - head), first, queries, 0,
+                                   ranges,   false,   0};
                 if (!split_ranges || ranges == 1) {
                     step.items.push_back(item);
                     continue;
@@ -151,8 +151,8 @@ void choose_last_items(const StepInput& input, Step& step) {
     std::vector<bool> wanted(static_cast<size_t>(step.rows));
     for (const WantedRow& row : step.wanted) wanted[static_cast<size_t>(row.row)] = true;
     for (const AttentionItem& item : step.items) {
-        const auto first = wanted.begin() + input.sequences[static_cast<size_t>(item.sequence)].first_input +
-                           item.first_query;
+        const auto first =
+            wanted.begin() + input.sequences[static_cast<size_t>(item.sequence)].first_input + item.first_query;
         if (std::find(first, first + item.queries, true) != first + item.queries) step.last_items.push_back(item);
     }
 }
@@ -198,7 +198,8 @@ struct Execution {
     StepOutput output;
 };
 
-// One thread's part of an execution. All threads go through the same phases; inside a phase they take turns by its counter.
+// One thread's part of an execution. All threads go through the same phases; inside a phase they take turns by its
+// counter.
 class Worker {
    public:
     Worker(Model& model, Execution& execution, int thread)
@@ -287,9 +288,10 @@ class Worker {
     // ---- rows -------------------------------------------------------------------------------------------------
 
     void embed(const EmbedOp& op, int begin, int end) {
+        const bool only_wanted = rows_ < step_.rows;
         for (int r = begin; r < end; ++r) {
-            const size_t input = rows_ == step_.rows ? static_cast<size_t>(r) : static_cast<size_t>(step_.wanted[static_cast<size_t>(r)].row);
-            dequantise_row(*op.weight, run_.input.tokens[input], row(op.out, r));
+            const int input = only_wanted ? step_.wanted[static_cast<size_t>(r)].row : r;
+            dequantise_row(*op.weight, run_.input.tokens[static_cast<size_t>(input)], row(op.out, r));
         }
     }
 
@@ -297,9 +299,14 @@ class Worker {
     const float* source_row(const Source& source, int r, float* scratch) {
         const float* x = row(source.buffer, r);
         switch (source.kind) {
-            case Source::Kind::kRows: return x;
-            case Source::Kind::kNorm: kernels_.rms_norm(x, source.weight, source.eps, source.width, scratch); break;
-            case Source::Kind::kSiluMul: kernels_.silu_mul(x, source.width, scratch); break;
+            case Source::Kind::kRows:
+                return x;
+            case Source::Kind::kNorm:
+                kernels_.rms_norm(x, source.weight, source.eps, source.width, scratch);
+                break;
+            case Source::Kind::kSiluMul:
+                kernels_.silu_mul(x, source.width, scratch);
+                break;
         }
         return scratch;
     }
@@ -366,7 +373,8 @@ class Worker {
         } else if (const auto* stored = std::get_if<StoreOp>(&op)) {
             store_rows(*stored, begin, end);
         } else if (const auto* linear = std::get_if<LinearOp>(&op)) {
-            for (int r = begin; r < end; ++r) prepare_row(linear->source, linear->parts, r, r - begin, work_.activations);
+            for (int r = begin; r < end; ++r)
+                prepare_row(linear->source, linear->parts, r, r - begin, work_.activations);
             multiply(linear->source, linear->parts, work_.activations, end - begin, 0, count_panels(linear->parts),
                      row(linear->out, begin), stride(linear->out), linear->accumulate);
         }
@@ -468,8 +476,8 @@ class Worker {
 
         const RangeGroup& group = step_.groups[item.group];
         float* partials = model_.partials_.data() + group.first_partial;
-        args.partial = partials + static_cast<size_t>(item.range_begin) *
-                                      softmax_state_floats(item.rows(), args.kv.v_stride);
+        args.partial =
+            partials + static_cast<size_t>(item.range_begin) * softmax_state_floats(item.rows(), args.kv.v_stride);
         attention(args);
         std::atomic<int>& missing = run_.missing[item.group].value;
         if (missing.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
@@ -584,9 +592,7 @@ void Activations::reserve(int max_rows, int inputs) {
     isum.reserve_zeroed(padded * groups);
 }
 
-QuantView Activations::quant(int inputs) {
-    return {q.data(), scale.data(), sum.data(), isum.data(), inputs / kGroup};
-}
+QuantView Activations::quant(int inputs) { return {q.data(), scale.data(), sum.data(), isum.data(), inputs / kGroup}; }
 
 Model::Model(ModelSizes sizes, const std::vector<ProgramOp>& program, const std::map<std::string, int>& widths,
              std::map<std::string, Tensor> tensors, const KernelTable& kernels, int threads, bool kv_f32)
@@ -607,7 +613,8 @@ Model::Model(ModelSizes sizes, const std::vector<ProgramOp>& program, const std:
         if (floats) activations.rows.reserve_zeroed(static_cast<size_t>(rows) * activations.stride);
     };
     for (Workspace& work : workspaces_) {
-        work.row.reserve_zeroed(static_cast<size_t>(*std::max_element(plan_.widths.begin(), plan_.widths.end())) + kPanel);
+        work.row.reserve_zeroed(static_cast<size_t>(*std::max_element(plan_.widths.begin(), plan_.widths.end())) +
+                                kPanel);
         work.attention.reserve(attention_scratch_floats(sizes_.head_dim, kv_shape_.v_stride()));
         reserve(work.activations, kChunkRows);
     }
@@ -656,8 +663,14 @@ void Model::logits(const std::vector<int32_t>& tokens, float* out) {
         const int rows = std::min(kStepRows, total - first);
         input.tokens.assign(tokens.begin() + first, tokens.begin() + first + rows);
         input.blocks = {0};
-        input.sequences.push_back({.start = first, .first_input = 0, .num_inputs = rows, .num_drafts = 0,
-                                   .first_block = 0, .sampling = nullptr, .history = {}, .masks = {}});
+        input.sequences.push_back({.start = first,
+                                   .first_input = 0,
+                                   .num_inputs = rows,
+                                   .num_drafts = 0,
+                                   .first_block = 0,
+                                   .sampling = nullptr,
+                                   .history = {},
+                                   .masks = {}});
         execute(input, kv, out + static_cast<size_t>(first) * static_cast<size_t>(sizes_.vocab_size));
     }
 }

@@ -89,10 +89,10 @@ using PlanOp = std::variant<EmbedOp, StoreOp, LinearOp, AttentionOp, LogitsOp>;
 // A program with its weights packed. Norms and activations that only linear layers read are part of those.
 struct Plan {
     std::vector<PlanOp> ops;
-    std::vector<int> widths;        // by buffer
-    std::vector<bool> stored;       // by buffer: whether it exists in memory
-    int max_inputs = 0;             // of any matrix
-    size_t tail = 0;                // first operation after the last attention: from here on only wanted rows count
+    std::vector<int> widths;           // by buffer
+    std::vector<bool> stored;          // by buffer: whether it exists in memory
+    int max_inputs = 0;                // of any matrix
+    size_t tail = 0;                   // first operation after the last attention: from here on only wanted rows count
     std::vector<BufferId> tail_reads;  // buffers whose rows from before it still count
     std::map<std::string, Tensor> tensors;
     std::vector<std::unique_ptr<float[]>> vectors;
@@ -161,7 +161,7 @@ class Model {
     RopeTable rope_;
     KvCache kv_;
 
-    std::vector<Buffer<float>> rows_;  // by buffer
+    std::vector<Buffer<float>> rows_;    // by buffer
     std::vector<Workspace> workspaces_;  // by thread
     Activations shared_;
     Buffer<float> logits_;

@@ -104,43 +104,71 @@ void bind_builder(nb::module_& m) {
     nb::class_<ModelBuilder>(m, "ModelBuilder")
         .def(nb::init<>())
         .def("tensor", &ModelBuilder::add_tensor, "name"_a, "shape"_a, "type"_a, "data"_a)
-        .def("embed", [](ModelBuilder& b, const std::string& weight, const std::string& out) {
-            b.add({.kind = Kind::kEmbed, .x = {}, .norm = {}, .weights = {weight}, .out = out});
-        }, "weight"_a, "out"_a)
-        .def("rms_norm", [](ModelBuilder& b, const std::string& x, const std::string& weight, const std::string& out, float eps) {
-            b.add({.kind = Kind::kRmsNorm, .x = x, .norm = {}, .weights = {weight}, .out = out, .eps = eps});
-        }, "x"_a, "weight"_a, "out"_a, "eps"_a)
-        .def("linear", [](ModelBuilder& b, const std::string& x, std::vector<std::string> weights, const std::string& out, bool accumulate) {
-            b.add({.kind = Kind::kLinear, .x = x, .norm = {}, .weights = std::move(weights), .out = out, .accumulate = accumulate});
-        }, "x"_a, "weights"_a, "out"_a, "accumulate"_a)
-        .def("attention", [](ModelBuilder& b, const std::string& qkv, const std::string& out, int layer) {
-            b.add({.kind = Kind::kAttention, .x = qkv, .norm = {}, .weights = {}, .out = out, .layer = layer});
-        }, "qkv"_a, "out"_a, "layer"_a)
-        .def("silu_mul", [](ModelBuilder& b, const std::string& x, const std::string& out) {
-            b.add({.kind = Kind::kSiluMul, .x = x, .norm = {}, .weights = {}, .out = out});
-        }, "x"_a, "out"_a)
-        .def("logits", [](ModelBuilder& b, const std::string& x, const std::string& norm, float eps, const std::string& weight) {
-            b.add({.kind = Kind::kLogits, .x = x, .norm = norm, .weights = {weight}, .out = {}, .eps = eps});
-        }, "x"_a, "norm"_a, "eps"_a, "weight"_a);
+        .def(
+            "embed",
+            [](ModelBuilder& b, const std::string& weight, const std::string& out) {
+                b.add({.kind = Kind::kEmbed, .x = {}, .norm = {}, .weights = {weight}, .out = out});
+            },
+            "weight"_a, "out"_a)
+        .def(
+            "rms_norm",
+            [](ModelBuilder& b, const std::string& x, const std::string& weight, const std::string& out, float eps) {
+                b.add({.kind = Kind::kRmsNorm, .x = x, .norm = {}, .weights = {weight}, .out = out, .eps = eps});
+            },
+            "x"_a, "weight"_a, "out"_a, "eps"_a)
+        .def(
+            "linear",
+            [](ModelBuilder& b, const std::string& x, std::vector<std::string> weights, const std::string& out,
+               bool accumulate) {
+                b.add({.kind = Kind::kLinear,
+                       .x = x,
+                       .norm = {},
+                       .weights = std::move(weights),
+                       .out = out,
+                       .accumulate = accumulate});
+            },
+            "x"_a, "weights"_a, "out"_a, "accumulate"_a)
+        .def(
+            "attention",
+            [](ModelBuilder& b, const std::string& qkv, const std::string& out, int layer) {
+                b.add({.kind = Kind::kAttention, .x = qkv, .norm = {}, .weights = {}, .out = out, .layer = layer});
+            },
+            "qkv"_a, "out"_a, "layer"_a)
+        .def(
+            "silu_mul",
+            [](ModelBuilder& b, const std::string& x, const std::string& out) {
+                b.add({.kind = Kind::kSiluMul, .x = x, .norm = {}, .weights = {}, .out = out});
+            },
+            "x"_a, "out"_a)
+        .def(
+            "logits",
+            [](ModelBuilder& b, const std::string& x, const std::string& norm, float eps, const std::string& weight) {
+                b.add({.kind = Kind::kLogits, .x = x, .norm = norm, .weights = {weight}, .out = {}, .eps = eps});
+            },
+            "x"_a, "norm"_a, "eps"_a, "weight"_a);
 }
 
 void bind_model(nb::module_& m) {
     nb::class_<PyModel>(m, "Model")
-        .def("__init__",
-             [](PyModel* self, ModelBuilder& builder, const std::map<std::string, int>& widths, int vocab_size,
-                int num_layers, int num_heads, int num_kv_heads, int head_dim, int max_model_len, double rope_theta,
-                int rope_dim, bool rope_interleaved, std::vector<double> rope_factors, const std::string& isa,
-                int threads, bool kv_f32) {
-                 ModelSizes sizes{vocab_size,    num_layers, num_heads, num_kv_heads,     head_dim,
-                                  max_model_len, rope_theta, rope_dim,  rope_interleaved, std::move(rope_factors)};
-                 new (self) PyModel(builder, std::move(sizes), widths, isa, threads, kv_f32);
-             },
-             "builder"_a, nb::kw_only(), "widths"_a, "vocab_size"_a, "num_layers"_a, "num_heads"_a, "num_kv_heads"_a,
-             "head_dim"_a, "max_model_len"_a, "rope_theta"_a, "rope_dim"_a, "rope_interleaved"_a, "rope_factors"_a,
-             "isa"_a, "threads"_a, "kv_f32"_a)
-        .def("allocate_kv", [](PyModel& self, int64_t num_blocks, int64_t block_size) {
-            self.model.allocate_kv(num_blocks, block_size);
-        }, "num_blocks"_a, "block_size"_a)
+        .def(
+            "__init__",
+            [](PyModel* self, ModelBuilder& builder, const std::map<std::string, int>& widths, int vocab_size,
+               int num_layers, int num_heads, int num_kv_heads, int head_dim, int max_model_len, double rope_theta,
+               int rope_dim, bool rope_interleaved, std::vector<double> rope_factors, const std::string& isa,
+               int threads, bool kv_f32) {
+                ModelSizes sizes{vocab_size,    num_layers, num_heads, num_kv_heads,     head_dim,
+                                 max_model_len, rope_theta, rope_dim,  rope_interleaved, std::move(rope_factors)};
+                new (self) PyModel(builder, std::move(sizes), widths, isa, threads, kv_f32);
+            },
+            "builder"_a, nb::kw_only(), "widths"_a, "vocab_size"_a, "num_layers"_a, "num_heads"_a, "num_kv_heads"_a,
+            "head_dim"_a, "max_model_len"_a, "rope_theta"_a, "rope_dim"_a, "rope_interleaved"_a, "rope_factors"_a,
+            "isa"_a, "threads"_a, "kv_f32"_a)
+        .def(
+            "allocate_kv",
+            [](PyModel& self, int64_t num_blocks, int64_t block_size) {
+                self.model.allocate_kv(num_blocks, block_size);
+            },
+            "num_blocks"_a, "block_size"_a)
         .def("release_kv", [](PyModel& self) { self.model.release_kv(); })
         .def("forward", &PyModel::forward, "seqs"_a, "copies"_a)
         .def("logits", &PyModel::logits, "token_ids"_a)

@@ -10,7 +10,8 @@
 namespace segue {
 
 // Rows of [rope_dim] cosines and [rope_dim] sines by position, computed in f64, for the positions asked for so far.
-// Interleaved: entries 2i and 2i+1 belong to pair i, the sine of 2i negated. Halves: entry i to pair i, the rest unused.
+// Interleaved: entries 2i and 2i+1 belong to pair i, the sine of 2i negated. Halves: entry i to pair i, the rest
+// unused.
 class RopeTable {
    public:
     RopeTable(double theta, int rope_dim, bool interleaved, const std::vector<double>& factors)

@@ -17,7 +17,7 @@ struct SequenceInput {
     int first_input;
     int num_inputs;
     int num_drafts;
-    int first_block;  // into StepInput.blocks
+    int first_block;                               // into StepInput.blocks
     std::shared_ptr<const SamplingSpec> sampling;  // null: nothing is sampled
     std::vector<int32_t> history;  // ids at positions [0, start + tokens), where sampling needs them; then the drafts
     // By sampled row: bit i % 8 of byte i / 8 says whether id i may be drawn; no bytes: all may. No rows: all may.
@@ -38,10 +38,10 @@ struct StepInput {
 };
 
 struct StepOutput {
-    std::vector<int32_t> tokens;                             // by sampled row
-    std::vector<std::unique_ptr<TokenLogprobs>> logprobs;    // by sampled row; null where not asked for
-    std::vector<TokenLogprobs> prompt_logprobs;              // by target
-    std::vector<uint8_t> not_finite;                         // by sequence
+    std::vector<int32_t> tokens;                           // by sampled row
+    std::vector<std::unique_ptr<TokenLogprobs>> logprobs;  // by sampled row; null where not asked for
+    std::vector<TokenLogprobs> prompt_logprobs;            // by target
+    std::vector<uint8_t> not_finite;                       // by sequence
 };
 
 }  // namespace segue

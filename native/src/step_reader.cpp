@@ -14,7 +14,6 @@ constexpr size_t kMaxSpecs = 4096;
 
 [[noreturn]] void refuse(const std::string& why) { throw nb::value_error(why.c_str()); }
 
-
 // An attribute of SeqStep or Sampling, interned once.
 struct Name {
     explicit Name(const char* name) : interned(PyUnicode_InternFromString(name)) {}
@@ -58,7 +57,8 @@ size_t for_each(nb::handle sequence, const Visit& visit) {
 int append_ids(nb::handle sequence, int limit, const char* what, std::vector<int32_t>& to) {
     return static_cast<int>(for_each(sequence, [&](nb::handle item) {
         const int id = to_int(item);
-        if (id < 0 || id >= limit) refuse(std::string(what) + ": " + std::to_string(id) + " is not in [0, " + std::to_string(limit) + ")");
+        if (id < 0 || id >= limit)
+            refuse(std::string(what) + ": " + std::to_string(id) + " is not in [0, " + std::to_string(limit) + ")");
         to.push_back(id);
     }));
 }
@@ -68,7 +68,8 @@ std::vector<int32_t> read_history(nb::handle history, int size, int vocab_size) 
     Py_buffer buffer;
     if (PyObject_GetBuffer(history.ptr(), &buffer, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
     std::vector<int32_t> ids;
-    const bool fits = buffer.itemsize == sizeof(int32_t) && buffer.len >= static_cast<Py_ssize_t>(size) * buffer.itemsize;
+    const bool fits =
+        buffer.itemsize == sizeof(int32_t) && buffer.len >= static_cast<Py_ssize_t>(size) * buffer.itemsize;
     if (fits) {
         const auto* first = static_cast<const int32_t*>(buffer.buf);
         ids.assign(first, first + size);

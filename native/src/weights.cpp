@@ -96,11 +96,15 @@ void pack_float_row(const SourceRow& row, int inputs, size_t element, int r, uin
 size_t panel_bytes(WeightFormat format, int inputs) {
     const size_t k = static_cast<size_t>(inputs);
     switch (format) {
-        case WeightFormat::kU4: return k / kGroup * kU4BlockBytes;
-        case WeightFormat::kI8: return k / kGroup * kI8BlockBytes;
-        case WeightFormat::kF32: return k * kPanel * 4;
+        case WeightFormat::kU4:
+            return k / kGroup * kU4BlockBytes;
+        case WeightFormat::kI8:
+            return k / kGroup * kI8BlockBytes;
+        case WeightFormat::kF32:
+            return k * kPanel * 4;
         case WeightFormat::kF16:
-        case WeightFormat::kBF16: return k * kPanel * 2;
+        case WeightFormat::kBF16:
+            return k * kPanel * 2;
     }
     __builtin_unreachable();
 }
@@ -119,9 +123,13 @@ void pack_panel(const SourcePanel& rows, const PackedMatrix& m, uint8_t* panel) 
                     pack_i8_row(row, g, r, panel + static_cast<size_t>(g) * kI8BlockBytes);
                 }
                 break;
-            case WeightFormat::kF32: pack_float_row(row, m.inputs, 4, r, panel); break;
+            case WeightFormat::kF32:
+                pack_float_row(row, m.inputs, 4, r, panel);
+                break;
             case WeightFormat::kF16:
-            case WeightFormat::kBF16: pack_float_row(row, m.inputs, 2, r, panel); break;
+            case WeightFormat::kBF16:
+                pack_float_row(row, m.inputs, 2, r, panel);
+                break;
         }
     }
 }
@@ -136,24 +144,34 @@ size_t row_bytes(TensorType type, int64_t inputs) {
         return static_cast<size_t>(inputs / kGroup) * bytes;
     };
     switch (type) {
-        case TensorType::kF32: return static_cast<size_t>(inputs) * 4;
+        case TensorType::kF32:
+            return static_cast<size_t>(inputs) * 4;
         case TensorType::kF16:
-        case TensorType::kBF16: return static_cast<size_t>(inputs) * 2;
-        case TensorType::kQ4_0: return blocks(sizeof(BlockQ4_0));
-        case TensorType::kQ4_1: return blocks(sizeof(BlockQ4_1));
-        case TensorType::kQ8_0: return blocks(sizeof(BlockQ8_0));
+        case TensorType::kBF16:
+            return static_cast<size_t>(inputs) * 2;
+        case TensorType::kQ4_0:
+            return blocks(sizeof(BlockQ4_0));
+        case TensorType::kQ4_1:
+            return blocks(sizeof(BlockQ4_1));
+        case TensorType::kQ8_0:
+            return blocks(sizeof(BlockQ8_0));
     }
     throw ModelFileError("tensor type " + std::to_string(static_cast<int>(type)) + " is not supported");
 }
 
 WeightFormat format_of(TensorType type) {
     switch (type) {
-        case TensorType::kF32: return WeightFormat::kF32;
-        case TensorType::kF16: return WeightFormat::kF16;
-        case TensorType::kBF16: return WeightFormat::kBF16;
+        case TensorType::kF32:
+            return WeightFormat::kF32;
+        case TensorType::kF16:
+            return WeightFormat::kF16;
+        case TensorType::kBF16:
+            return WeightFormat::kBF16;
         case TensorType::kQ4_0:
-        case TensorType::kQ4_1: return WeightFormat::kU4;
-        case TensorType::kQ8_0: return WeightFormat::kI8;
+        case TensorType::kQ4_1:
+            return WeightFormat::kU4;
+        case TensorType::kQ8_0:
+            return WeightFormat::kI8;
     }
     throw ModelFileError("tensor type " + std::to_string(static_cast<int>(type)) + " is not supported");
 }
@@ -162,7 +180,9 @@ void dequantise_row(const Tensor& tensor, int64_t row, float* out) {
     const uint8_t* p = tensor.row(row);
     const size_t n = static_cast<size_t>(tensor.columns);
     switch (tensor.type) {
-        case TensorType::kF32: std::memcpy(out, p, n * sizeof(float)); return;
+        case TensorType::kF32:
+            std::memcpy(out, p, n * sizeof(float));
+            return;
         case TensorType::kF16:
             for (size_t k = 0; k < n; ++k) out[k] = to_float(load<Half>(p + 2 * k));
             return;
@@ -213,7 +233,8 @@ PackedMatrix pack(const std::vector<Tensor>& stack, ThreadPool& pool) {
     std::vector<SourcePanel> panels(static_cast<size_t>(m.panels()));
     size_t n = 0;
     for (const Tensor& tensor : stack) {
-        for (int64_t row = 0; row < tensor.rows; ++row, ++n) panels[n / kPanel][n % kPanel] = {tensor.row(row), tensor.type};
+        for (int64_t row = 0; row < tensor.rows; ++row, ++n)
+            panels[n / kPanel][n % kPanel] = {tensor.row(row), tensor.type};
     }
     std::atomic<size_t> next{0};
     pool.run([&](int) {

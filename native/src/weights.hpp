@@ -14,7 +14,8 @@ namespace segue {
 // GGML's numbers, as segue.weights.model_file.TensorType.
 enum class TensorType { kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kBF16 = 30 };
 
-// Bytes that `inputs` elements of a row take. Raises ModelFileError when they do not fill whole blocks or the type is unknown.
+// Bytes that `inputs` elements of a row take. Raises ModelFileError when they do not fill whole blocks or the type is
+// unknown.
 size_t row_bytes(TensorType type, int64_t inputs);
 
 // A tensor of a mapped file; `data` is valid as long as the file is.

@@ -221,9 +221,8 @@ inline void weigh_dims(const Tile<T>& tile, int v_stride, int dim, const float* 
     using F = typename V::F;
     F sums[MR][ND];
     unroll<MR>([&](auto m) {
-        unroll<ND>([&](auto i) {
-            sums[m][i] = V::mul(V::load(acc + m * v_stride + dim + i * V::lanes), V::set1(factor[m]));
-        });
+        unroll<ND>(
+            [&](auto i) { sums[m][i] = V::mul(V::load(acc + m * v_stride + dim + i * V::lanes), V::set1(factor[m])); });
     });
     for (int begin = 0; begin < keys[0]; begin += kUnit) {
         const T* v = tile.v[begin / kUnit] + dim;
@@ -347,9 +346,8 @@ void finish_rows(const SoftmaxState& total, int queries, int heads, int head_dim
         const auto inverse = V::set1(1.0f / total.sum[r]);
         const float* acc = total.acc + static_cast<size_t>(r) * static_cast<size_t>(v_stride);
         float* to = out + static_cast<size_t>(r / heads) * out_stride + static_cast<size_t>((r % heads) * head_dim);
-        for_lanes<V>(head_dim, [&](int i, int part) {
-            store_part<V>(to + i, part, V::mul(V::load(acc + i), inverse));
-        });
+        for_lanes<V>(head_dim,
+                     [&](int i, int part) { store_part<V>(to + i, part, V::mul(V::load(acc + i), inverse)); });
     }
 }
 

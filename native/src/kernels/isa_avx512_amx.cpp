@@ -1,5 +1,10 @@
-// AVX-512 with the integer matrix products of AMX-INT8. A tile's dot products inside a group of 32 are exact integers and
-// the float chain over groups is the one of linear.hpp, so results have the same bits as avx512's.
+// AVX-512 with the integer matrix products of AMX-INT8. A tile's dot products inside a group of 32 are exact integers
+// and the float chain over groups is the one of linear.hpp, so results have the same bits as avx512's.
+//
+// What bounds it: 16 rows × 16 outputs × 32 take 16 cycles of the matrix unit, but converting and adding the dots takes
+// 64 vector operations. While tiles are in use (and for about 1,500 cycles after) a Sapphire Rapids core does one
+// 512-bit floating-point operation a cycle instead of two, so a tile costs at least 64 cycles; the same work costs
+// avx512 96.
 #include <asm/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,11 +17,11 @@
 namespace segue {
 namespace {
 
-constexpr int kTileRows = 16;  // storing a tile takes as long with fewer
+constexpr int kTileRows = 16;   // storing a tile takes as long with fewer
 constexpr int kMinRows = 20;    // fewer rows are as fast without tiles, which slow other vector instructions down
 constexpr int kMaxGroups = 48;  // groups of a panel that are unpacked at once; they stay in L1
-constexpr int kMaxRows = 256;  // rows whose accumulators wait while the next groups are unpacked
-constexpr int kBatch = 2;      // groups whose dots are stored before they are added: loads then find them in L1
+constexpr int kMaxRows = 256;   // rows whose accumulators wait while the next groups are unpacked
+constexpr int kBatch = 2;       // groups whose dots are stored before they are added: loads then find them in L1
 
 // One group of one panel, as a tile wants it: [k / 4][16 outputs][4 k] of s8; then its scales and minima.
 struct alignas(64) UnpackedGroup {
@@ -93,8 +98,8 @@ inline void multiply_group(const TileInput& x, int group, const UnpackedGroup& w
 }
 
 template <WeightFormat format, int MR>
-[[gnu::always_inline]] inline void accumulate_group(const TileInput& x, int group, const UnpackedGroup& w, const int32_t (*dots)[kPanel],
-                             Vec::F (&acc)[MR]) {
+[[gnu::always_inline]] inline void accumulate_group(const TileInput& x, int group, const UnpackedGroup& w,
+                                                    const int32_t (*dots)[kPanel], Vec::F (&acc)[MR]) {
     const Vec::F d = Vec::load(w.scale);
     const Vec::F minimum = Vec::load(w.minimum);
     const float* scale = x.scale + static_cast<size_t>(group) * kRowBlock;
@@ -110,7 +115,7 @@ template <WeightFormat format, int MR>
 template <WeightFormat format, int MR>
 void amx_tile(const LinearArgs& a, int panel, int row, int begin, int end, AmxScratch& s) {
     Vec::F acc[MR];
-    float(*waiting)[kPanel] = s.acc + (row - a.row_begin);
+    float (*waiting)[kPanel] = s.acc + (row - a.row_begin);
     unroll<MR>([&](auto m) { acc[m] = begin == 0 ? Vec::zero() : Vec::load(waiting[m]); });
     const TileInput x = tile_input(a.quant, row);
     const auto multiply = [&](int g) { multiply_group(x, g, s.groups[g - begin], s.dots[(g - begin) % (2 * kBatch)]); };
@@ -125,8 +130,8 @@ void amx_tile(const LinearArgs& a, int panel, int row, int begin, int end, AmxSc
         if (end < a.quant.groups) {
             Vec::store(waiting[m], acc[m]);
         } else {
-            store_outputs<Vec>(a.out + static_cast<size_t>(row + m) * a.out_stride + output, a.w.outputs - output, acc[m],
-                               a.accumulate);
+            store_outputs<Vec>(a.out + static_cast<size_t>(row + m) * a.out_stride + output, a.w.outputs - output,
+                               acc[m], a.accumulate);
         }
     });
 }

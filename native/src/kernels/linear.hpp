@@ -133,9 +133,8 @@ template <class V, class Format>
 void linear_quant(const LinearArgs& a) {
     for (int panel = a.panel_begin; panel < a.panel_end; ++panel) {
         for (int first = 0; first < kPanel; first += V::lanes) {
-            for_row_tiles<V::quant_rows>(a.row_begin, a.row_end, [&]<int MR>(int row) {
-                quant_tile<V, Format, MR>(a, panel, first, row);
-            });
+            for_row_tiles<V::quant_rows>(a.row_begin, a.row_end,
+                                         [&]<int MR>(int row) { quant_tile<V, Format, MR>(a, panel, first, row); });
         }
     }
 }
@@ -178,9 +177,8 @@ template <class V, class T>
 void linear_float(const LinearArgs& a) {
     for (int panel = a.panel_begin; panel < a.panel_end; ++panel) {
         for (int first = 0; first < kPanel; first += V::lanes) {
-            for_row_tiles<V::float_rows>(a.row_begin, a.row_end, [&]<int MR>(int row) {
-                float_tile<V, T, MR>(a, panel, first, row);
-            });
+            for_row_tiles<V::float_rows>(a.row_begin, a.row_end,
+                                         [&]<int MR>(int row) { float_tile<V, T, MR>(a, panel, first, row); });
         }
     }
 }

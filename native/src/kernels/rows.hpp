@@ -134,7 +134,8 @@ template <class V>
 inline void rotate_interleaved(float* x, const RopeArgs& a, typename V::F scale) {
     for_lanes<V>(a.rope_dim, [&](int i, int part) {
         const auto v = load_part<V>(x + i, part);
-        const auto rotated = V::fma(V::swap_pairs(v), load_part<V>(a.sin + i, part), V::mul(v, load_part<V>(a.cos + i, part)));
+        const auto rotated =
+            V::fma(V::swap_pairs(v), load_part<V>(a.sin + i, part), V::mul(v, load_part<V>(a.cos + i, part)));
         store_part<V>(x + i, part, V::mul(rotated, scale));
     });
 }

@@ -12,11 +12,11 @@
 
 namespace segue {
 
-constexpr int kPanel = 16;     // outputs in a panel of a packed matrix
-constexpr int kGroup = 32;     // elements along K that share a scale
-constexpr int kRowBlock = 16;  // rows of quantised activations stored together
-constexpr int kTileKeys = 64;  // keys in an attention tile, at positions [64 t, 64 t + 64)
-constexpr int kRangeTiles = 4; // tiles in a range: the unit in which one query's keys may be split over threads
+constexpr int kPanel = 16;      // outputs in a panel of a packed matrix
+constexpr int kGroup = 32;      // elements along K that share a scale
+constexpr int kRowBlock = 16;   // rows of quantised activations stored together
+constexpr int kTileKeys = 64;   // keys in an attention tile, at positions [64 t, 64 t + 64)
+constexpr int kRangeTiles = 4;  // tiles in a range: the unit in which one query's keys may be split over threads
 constexpr int kRangeKeys = kTileKeys * kRangeTiles;
 constexpr int kMaxQueryRows = 48;  // query rows (queries × heads of one KV head) that an attention call takes
 
@@ -51,7 +51,7 @@ struct QuantView {
     int groups;
 };
 
-// out[r][n] (+)= Σ_k x[r][k] · w[n][k] for rows [row_begin, row_end) and outputs of panels [panel_begin, panel_end).
+// out[r][n] (+)= Σ_k x[r][k] · w[n][k] for rows [row_begin, row_end) and panels [panel_begin, panel_end) of outputs.
 // Row r of `out` starts at out + r · out_stride. Integer formats read `quant`, float formats `x` (row stride x_stride).
 struct LinearArgs {
     MatrixView w;
@@ -113,11 +113,11 @@ constexpr size_t softmax_state_floats(int rows, int v_stride) {
 
 constexpr size_t attention_scratch_floats(int head_dim, int v_stride) {
     const size_t rows = kMaxQueryRows;
-    return rows * static_cast<size_t>(head_dim)                                  // queries
-           + 2 * rows * static_cast<size_t>(v_stride + 2)                        // two softmax states
-           + rows * kTileKeys                                                    // scores
-           + static_cast<size_t>(kTileKeys) * static_cast<size_t>(head_dim)      // K tile, transposed
-           + static_cast<size_t>(kTileKeys) * static_cast<size_t>(v_stride)      // V tile
+    return rows * static_cast<size_t>(head_dim)                                         // queries
+           + 2 * rows * static_cast<size_t>(v_stride + 2)                               // two softmax states
+           + rows * kTileKeys                                                           // scores
+           + static_cast<size_t>(kTileKeys) * static_cast<size_t>(head_dim)             // K tile, transposed
+           + static_cast<size_t>(kTileKeys) * static_cast<size_t>(v_stride)             // V tile
            + 2 * static_cast<size_t>(kTileKeys) * static_cast<size_t>(v_stride) + 256;  // gathered 16-bit tiles
 }
 

@@ -59,11 +59,10 @@ struct Vec {
     static F select_less(F a, F b, F then, F otherwise) {
         return _mm256_blendv_ps(otherwise, then, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
     }
-    static F keep_n(F x, int n, F otherwise) {
-        return _mm256_blendv_ps(otherwise, x, _mm256_castsi256_ps(mask(n)));
-    }
+    static F keep_n(F x, int n, F otherwise) { return _mm256_blendv_ps(otherwise, x, _mm256_castsi256_ps(mask(n))); }
     static F exp2_int(F n) {
-        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+        return _mm256_castsi256_ps(
+            _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
     }
     static F swap_pairs(F x) { return _mm256_permute_ps(x, 0xB1); }
     static float reduce_add(F x) {
