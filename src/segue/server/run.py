@@ -25,6 +25,7 @@ from segue.server.realtime.registry import SessionRegistry
 from segue.server.realtime.route import realtime_routes
 from segue.server.serving import Serving
 from segue.server.state_store import StateStore
+from segue.server.web.routes import web_routes
 
 log = logging.getLogger("segue.server")
 
@@ -40,7 +41,7 @@ def run_server(llm: AsyncLLM, model: str, options: ServerOptions, listener: sock
     store = None if options.state_dir is None else StateStore(Path(options.state_dir), serving.model_name)
     registry = SessionRegistry(resume_timeout_s=options.resume_timeout_s, store=store)
     config = uvicorn.Config(
-        create_app(serving, more_routes=realtime_routes(registry)),
+        create_app(serving, more_routes=(*realtime_routes(registry), *web_routes())),
         log_config=None,
         access_log=options.access_log,
         ssl_keyfile=options.ssl_keyfile,

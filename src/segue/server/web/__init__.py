@@ -1,0 +1,1 @@
+"""The page at `/`: plain files, nothing to build and nothing from elsewhere, and what its view of the engine shows."""
