@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from segue import _native
-from segue.errors import ParameterError
+from segue.errors import ModelFileError, ParameterError
 from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
 from segue.runtime.contract import ForwardResult, SeqStep, TokenLogprobs
+from segue.weights.display import show_path
 from segue.weights.model_file import ModelFile
 
 ISA_VARIABLE: Final = "SEGUE_ISA"
@@ -39,23 +40,10 @@ class NativeExecutor:
         if kv_dtype not in ("f16", "f32"):
             raise ParameterError("kv_dtype", kv_dtype, "unknown; known are f16, f32")
         self._program = program
-        self._model = _native.Model(
-            _build(program, model),
-            widths=program.widths,
-            vocab_size=program.vocab_size,
-            num_layers=program.num_layers,
-            num_heads=program.num_heads,
-            num_kv_heads=program.num_kv_heads,
-            head_dim=program.head_dim,
-            max_model_len=program.max_model_len,
-            rope_theta=program.rope_theta,
-            rope_dim=program.rope_dim,
-            rope_interleaved=program.rope_interleaved,
-            rope_factors=list(program.rope_factors),
-            isa=os.environ.get(ISA_VARIABLE, ""),
-            threads=threads or _native.available_cpus(),
-            kv_f32=kv_dtype == "f32",
-        )
+        try:
+            self._model = _compile(program, model, threads, kv_dtype)
+        except ModelFileError as error:
+            raise ModelFileError(f"{show_path(model.path)}: {error}") from None
 
     @property
     def vocab_size(self) -> int:
@@ -80,6 +68,8 @@ class NativeExecutor:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make room for `num_blocks · block_size` positions. Raises CapacityError when there is none."""
+        assert num_blocks >= 0
+        assert block_size > 0
         self._model.allocate_kv(num_blocks, block_size)
 
     def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
@@ -101,6 +91,26 @@ class NativeExecutor:
     def close(self) -> None:
         """Give the KV memory back."""
         self._model.release_kv()
+
+
+def _compile(program: Program, model: ModelFile, threads: int | None, kv_dtype: str) -> _native.Model:
+    return _native.Model(
+        _build(program, model),
+        widths=program.widths,
+        vocab_size=program.vocab_size,
+        num_layers=program.num_layers,
+        num_heads=program.num_heads,
+        num_kv_heads=program.num_kv_heads,
+        head_dim=program.head_dim,
+        max_model_len=program.max_model_len,
+        rope_theta=program.rope_theta,
+        rope_dim=program.rope_dim,
+        rope_interleaved=program.rope_interleaved,
+        rope_factors=list(program.rope_factors),
+        isa=os.environ.get(ISA_VARIABLE, ""),
+        threads=threads or _native.available_cpus(),
+        kv_f32=kv_dtype == "f32",
+    )
 
 
 def _build(program: Program, model: ModelFile) -> _native.ModelBuilder:
