@@ -71,14 +71,13 @@ class Page:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
-        """Waits until it is true, and says what it is then."""
+    async def until(self, expression: str) -> None:
+        """Waits until it is true."""
         end_s = asyncio.get_running_loop().time() + WAIT_S
-        while not (value := await self.evaluate(expression)):
+        while not await self.evaluate(f"Boolean({expression})"):
             text = await self.evaluate("document.body.innerText")
             assert asyncio.get_running_loop().time() < end_s, f"{expression}\n{text}\n{self.problems}"
             await asyncio.sleep(0.02)
-        return value
 
     async def type(self, text: str) -> None:
         """Key by key, into what has the focus."""

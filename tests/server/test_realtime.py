@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from segue import LLM, SamplingParams
-from segue.server.realtime import event_log
+from segue.server.realtime import event_log, session
 from tests.server.running import RunningServer, serve_process
 
 Event = dict[str, Any]
@@ -469,3 +470,20 @@ def test_sessions_outlive_the_server(tmp_path: Path, tiny_path: Path) -> None:
                 texts += asyncio.run(second(server, session_id))
         answers[restarts] = texts
     assert answers[True] == answers[False]
+
+
+def test_the_documentation_names_every_event() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "realtime.md").read_text()
+    examples = set()
+    for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL):
+        rest = block.strip()
+        while rest:
+            event, end = json.JSONDecoder().raw_decode(rest)
+            examples.add(event["type"])
+            rest = rest[end:].lstrip()
+    source = Path(session.__file__).parent
+    known = set(re.findall(r'tag="([a-z_.]+)"', (source / "client_events.py").read_text()))
+    for path in source.glob("*.py"):
+        known |= set(re.findall(r'log\.(?:add|put)\(\s*"([a-z_.]+)"', path.read_text()))
+    assert len(known) > 20
+    assert known <= examples

@@ -133,6 +133,8 @@ class RealtimeSession:
         """Reads the answer."""
         self._progress: asyncio.Task[None] | None = None
         """Tells how much of the input is computed."""
+        self._input_changed = False
+        """Since it was looked at last."""
 
     @property
     def state(self) -> SessionState:
@@ -353,6 +355,7 @@ class RealtimeSession:
     # --- input ------------------------------------------------------------------------------------------------
 
     def _watch_input(self) -> None:
+        self._input_changed = True
         if self._progress is None or self._progress.done():
             self._progress = asyncio.create_task(self._tell_progress())
 
@@ -360,6 +363,7 @@ class RealtimeSession:
         """Say how much of the input is computed, until all of it is."""
         told = (-1, -1)
         while True:
+            self._input_changed = False
             session = self.conversation.live
             if session is None or session.is_answering:
                 return
@@ -368,7 +372,7 @@ class RealtimeSession:
             if (num_tokens, num_computed) != told:
                 told = (num_tokens, num_computed)
                 await self.log.add("input_text.progress", num_tokens=num_tokens, num_computed=num_computed)
-            if num_computed >= num_tokens - 1:
+            if num_computed >= num_tokens - 1 and not self._input_changed:
                 return
             await asyncio.sleep(PROGRESS_S)
 

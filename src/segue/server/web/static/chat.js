@@ -85,7 +85,7 @@ function follow() {
 }
 
 function began(event) {
-  answer = { ...addMessage(event.item, ""), firstMs: null, startedMs: pressedMs };
+  answer = { ...addMessage(event.item, ""), pending: "", firstMs: null, startedMs: pressedMs };
   answer.body.setAttribute("aria-busy", "true");
   $("stop").disabled = false;
   $("announcement").textContent = "The model answers";
@@ -97,11 +97,21 @@ function grew(event) {
     answer.firstMs = now;
     $("ttft").textContent = `${Math.round(now - answer.startedMs)} ms`;
   }
-  answer.body.append(event.delta);
+  // Drawn once a frame, however fast the tokens come.
+  if (!answer.pending) requestAnimationFrame(draw);
+  answer.pending += event.delta;
+}
+
+function draw() {
+  if (!answer?.pending) return;
+  answer.body.append(answer.pending);
+  answer.body.normalize();
+  answer.pending = "";
   follow();
 }
 
 function ended({ response }) {
+  draw();
   const { line, body, firstMs, startedMs } = answer;
   body.removeAttribute("aria-busy");
   const numTokens = response.usage.output_tokens;
