@@ -14,11 +14,11 @@
 namespace segue {
 namespace {
 
-constexpr int kSharedRows = 128;    // up to this many rows, threads share the outputs of a matrix
-constexpr int kPrivateRows = 4;     // up to this many, each thread prepares all input rows itself
-constexpr int kChunkRows = 256;     // the most rows a thread takes through a run of operations at once
-constexpr int kLogitRows = 32;      // rows of logits computed together
-constexpr int kLogitsPadding = 16;  // keeps equal columns of rows out of one cache set
+constexpr int kSharedRows = 128;         // up to this many rows, threads share the outputs of a matrix
+constexpr int kPrivateRows = kRowBlock;  // up to this many, each thread prepares all input rows itself
+constexpr int kChunkRows = 256;          // the most rows a thread takes through a run of operations at once
+constexpr int kLogitRows = 32;           // rows of logits computed together
+constexpr int kLogitsPadding = 16;       // keeps equal columns of rows out of one cache set
 
 size_t row_stride(int width) { return static_cast<size_t>(round_up(width, kPanel)) + kPanel; }
 
@@ -246,6 +246,11 @@ class Worker {
             visit(begin, std::min(begin + grain, count));
         }
     }
+    // One piece for each thread: rows that lie side by side share cache lines, which must not go to and fro.
+    template <class Visit>
+    void share_rows(int rows, const Visit& visit) {
+        share(rows, ceil_div(rows, threads_), visit);
+    }
     void barrier() { model_.pool_.barrier(); }
 
     float* row(BufferId buffer, int r) {
@@ -388,7 +393,7 @@ class Worker {
             multiply_shared(linear->source, linear->parts, from, rows_, row(linear->out, 0), stride(linear->out),
                             linear->accumulate);
         } else {
-            share(rows_, 1, [&](int begin, int end) { run_rows(op, begin, end); });
+            share_rows(rows_, [&](int begin, int end) { run_rows(op, begin, end); });
         }
         barrier();
     }
@@ -399,7 +404,10 @@ class Worker {
             for (int i = 0; i < rows; ++i) prepare_row(source, parts, first + i, i, work_.activations);
             return work_.activations;
         }
-        share(rows, 1, [&](int i, int) { prepare_row(source, parts, first + i, i, model_.shared_); });
+        // Whole row blocks, whose rows share cache lines.
+        share(rows, round_up(ceil_div(rows, threads_), kRowBlock), [&](int begin, int end) {
+            for (int i = begin; i < end; ++i) prepare_row(source, parts, first + i, i, model_.shared_);
+        });
         barrier();
         return model_.shared_;
     }
@@ -439,7 +447,7 @@ class Worker {
     }
 
     void store_kv(const AttentionOp& op) {
-        share(step_.rows, 1, [&](int begin, int end) { store_kv_rows(op, begin, end); });
+        share_rows(step_.rows, [&](int begin, int end) { store_kv_rows(op, begin, end); });
         barrier();
     }
 
