@@ -110,6 +110,11 @@ def _texts(base_seed: int, tokenizer: Tokenizer) -> tuple[_Text, ...]:
             params={"temperature": 1.0, "top_k": 20, "seed": base_seed + 2, "logprobs": 2},
         ),
         _Text(
+            name="refrain",
+            text="one two three, one two three, one two three, one two",
+            params={"temperature": 0.0, "ignore_eos": True, "logprobs": 1},
+        ),
+        _Text(
             name="German",
             text="Ein Gespräch beginnt, bevor alles gesagt ist: Während die eine noch spricht, überlegt",
             params={"temperature": 0.0, "repetition_penalty": 1.3, "logprobs": 1},

@@ -11,7 +11,7 @@ from segue.verify.delivery import Answer, Delivered, Logprobs, deliver, plan_rou
 from segue.verify.modes import PLAIN, Combination, Evidence, Mode, Setup, Skipped, plan
 from segue.verify.workbench import Workbench
 
-LONG_ANSWERS = 3
+LONG_ANSWERS = 2
 """How many times as long as others."""
 
 

@@ -259,18 +259,17 @@ def find_modes(names: Sequence[str]) -> tuple[Mode, ...]:
 def plan(
     modes: Sequence[Mode], *, pairs: bool, base: Setup = PLAIN
 ) -> tuple[list[Combination], list[Skipped]]:
-    """Each mode alone, with `pairs` every pair of them, and as many as possible at once; and what is contradictory."""
-    groups: list[tuple[Mode, ...]] = [(mode,) for mode in modes]
+    """Each mode alone, with `pairs` every pair of them, and as many as possible at once; and what is contradictory.
+
+    What needs no longer prompts gets the long ones alone only, unless `base` says that everything does.
+    """
+    several = base if base.scope is Scope.LONG else msgspec.structs.replace(base, scope=Scope.SHORT)
+    planned = [combine((mode,), base) for mode in modes]
     if pairs:
-        groups += itertools.combinations(modes, 2)
-    combinations, skipped = [], []
-    for group in groups:
-        match combine(group, base):
-            case Combination() as combination:
-                combinations.append(combination)
-            case Skipped() as reason:
-                skipped.append(reason)
-    everything = _everything(modes, base)
+        planned += [combine(pair, several) for pair in itertools.combinations(modes, 2)]
+    combinations = [each for each in planned if isinstance(each, Combination)]
+    skipped = [each for each in planned if isinstance(each, Skipped)]
+    everything = _everything(modes, several)
     return combinations + (everything if pairs else everything[:1]), skipped
 
 
