@@ -17,21 +17,24 @@ REQUIREMENTS = $(BIN)/python -c 'import functools, operator, sys, tomllib; \
 	print(*functools.reduce(operator.getitem, sys.argv[1].split("/"), \
 	tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
 
-.PHONY: help demo test check simulate bench-peers clean
+.PHONY: help demo serve test check simulate bench-peers clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo          install, fetch a model, ask it a question"
+	@echo "make demo          install, fetch a model, ask it a question, type to a live session"
+	@echo "make serve         the same, and the server stays"
 	@echo "make test          all tests"
 	@echo "make check         format, lint, types"
 	@echo "make simulate      the scheduler under random workloads, of seeds $(SEEDS)"
 	@echo "make bench-peers   speed beside llama.cpp (builds it first)"
 	@echo "make clean         remove what was built, not the environments"
 
-demo: $(VENV)/.installed
+demo serve: $(VENV)/.installed $(VENV)/.server
 	@$(BIN)/segue pull smollm2
 	@echo '$$ segue run smollm2 "$(QUESTION)"'
 	@$(BIN)/segue run smollm2 "$(QUESTION)"
+	@echo
+	@$(BIN)/python scripts/demo.py smollm2 $(if $(filter serve,$@),--stay)
 
 test: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python -m pytest
@@ -90,6 +93,10 @@ $(VENV)/.build-tools: pyproject.toml $(VENV)/.made
 $(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.build-tools
 	@echo "building Segue into $(VENV)"
 	@CXX=$(CXX) $(BIN)/python -m pip install -q --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.server: pyproject.toml $(VENV)/.made
+	$(REQUIREMENTS) project/optional-dependencies/server | $(BIN)/python -m pip install -q -r /dev/stdin
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.made
