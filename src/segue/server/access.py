@@ -19,6 +19,8 @@ OPEN_PREFIX = "/web/"
 SUBPROTOCOL_KEY = "openai-insecure-api-key."
 """How a browser's WebSocket, which cannot set headers, brings a key."""
 MAX_ID_CHARS = 128
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""Counted by name."""
 
 
 class KeyCheck:
@@ -82,7 +84,8 @@ class RequestCount:
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-                self._metrics.http_request(scope["method"], self._route(scope), message["status"])
+                method = scope["method"] if scope["method"] in METHODS else "other"
+                self._metrics.http_request(method, self._route(scope), message["status"])
             await send(message)
 
         await self._app(scope, receive, send_counted)
