@@ -96,7 +96,7 @@ $(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.build-tools
 	@touch $@
 
 $(VENV)/.server: pyproject.toml $(VENV)/.made
-	$(REQUIREMENTS) project/optional-dependencies/server | $(BIN)/python -m pip install -q -r /dev/stdin
+	@$(REQUIREMENTS) project/optional-dependencies/server | $(BIN)/python -m pip install -q -r /dev/stdin
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.made

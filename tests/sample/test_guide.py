@@ -10,7 +10,7 @@ import pytest
 from segue.args import EngineOptions
 from segue.errors import ParameterError
 from segue.llm import LLM
-from segue.sample.guide import GrammarGuides, compile_grammar
+from segue.sample.guide import GrammarGuides
 from segue.sample.params import SamplingParams, StructuredOutputsParams
 from segue.tokens import Tokenizer
 from segue.weights.gguf import load_gguf
@@ -75,7 +75,7 @@ def test_a_guide_can_be_asked_in_any_order(tokenizer: Tokenizer) -> None:
 )
 def test_a_wrong_grammar_is_named(wrong: dict[str, object], why: str) -> None:
     with pytest.raises(ParameterError, match=f"structured_outputs.*{why}") as caught:
-        compile_grammar(StructuredOutputsParams(**wrong))  # type: ignore[arg-type]
+        StructuredOutputsParams(**wrong).compiled()  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import llguidance
 
     from segue.runtime.contract import Sampling
-    from segue.sample.params import StructuredOutputsParams
     from segue.tokens import Tokenizer
 
 MAX_CACHED_GUIDES = 512
@@ -147,19 +146,12 @@ def _llguidance_tokenizer(tokenizer: "Tokenizer") -> "llguidance.LLTokenizer":
     )
 
 
-def compile_grammar(params: "StructuredOutputsParams") -> str:
-    """llguidance's form of what an answer must match. Raises ParameterError when it is wrong."""
-    for name in ("json", "regex", "choice", "grammar", "json_object"):
-        value = getattr(params, name)
-        if value not in (None, False):
-            if name == "json" and not isinstance(value, str):
-                value = json.dumps(value)
-            return _compile(name, tuple(value) if isinstance(value, list) else value)
-    raise AssertionError("exactly one is given")
-
-
 @functools.lru_cache(maxsize=256)
-def _compile(name: str, value: str | tuple[str, ...] | bool) -> str:
+def compile_grammar(name: str, value: str | tuple[str, ...] | bool) -> str:
+    """llguidance's form of what an answer must match: a `value` of the field `name` of `StructuredOutputsParams`.
+
+    Raises ParameterError when it is wrong.
+    """
     try:
         from llguidance import LLMatcher
     except ImportError:

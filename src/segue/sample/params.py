@@ -26,16 +26,30 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
     """Any JSON object."""
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(self._given()) != 1:
             known = ", ".join(self.__struct_fields__)
-            raise ParameterError("structured_outputs", given, f"must have exactly one of {known}")
+            raise ParameterError(
+                "structured_outputs", list(self._given()), f"must have exactly one of {known}"
+            )
+
+    def _given(self) -> dict[str, object]:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in fields.items() if value not in (None, False)}
 
     def compiled(self) -> str:
         """The grammar as the runtime takes it. Raises ParameterError when it is wrong or the extra is missing."""
         from segue.sample.guide import compile_grammar
 
-        return compile_grammar(self)
+        ((name, value),) = self._given().items()
+        match value:
+            case dict():
+                return compile_grammar(name, msgspec.json.encode(value).decode())
+            case list() if all(isinstance(each, str) for each in value):
+                return compile_grammar(name, tuple(value))
+            case str() | bool():
+                return compile_grammar(name, value)
+            case _:
+                raise ParameterError(f"structured_outputs.{name}", value, "has the wrong type")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
