@@ -13,6 +13,7 @@ import pytest
 from segue.server.web.routes import FILES
 from tests.server.browser import Page, browser_page, find_browser
 from tests.server.running import RunningServer, serve_process
+from tests.server.test_restart import children
 
 BROWSER = find_browser()
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
@@ -149,20 +150,11 @@ def test_a_conversation_survives_a_killed_engine(tmp_path: Path, long_path: Path
             await page.type("the hen")
             await page.press("Enter")
             await page.until(f"{LAST}?.querySelector('.text')?.textContent.length > 20")
-            (pid,) = _children(server.process.pid)
+            (pid,) = children(server.process.pid)
             os.kill(pid, signal.SIGKILL)
             await page.until(f"{LAST}.querySelector('.note')?.textContent.includes('3000 tokens')")
 
         browse(server, test)
-
-
-def _children(pid: int) -> list[int]:
-    """Started by any of its threads."""
-    return [
-        int(child)
-        for children in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in children.read_text().split()
-    ]
 
 
 @in_browser

@@ -1,0 +1,72 @@
+"""The engine's process is killed under a server: its clients see a pause, and `/health` says why."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.server.running import RunningServer, serve_process, until
+
+BODY: dict[str, Any] = {
+    "prompt": "the hen",
+    "temperature": 1.0,
+    "max_tokens": 1500,
+    "stream": True,
+    "ignore_eos": True,
+    "logprobs": 1,
+}
+
+
+def children(pid: int) -> list[int]:
+    """Started by any of its threads."""
+    return [
+        int(child)
+        for children in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in children.read_text().split()
+    ]
+
+
+def stream(server: RunningServer, seed: int) -> list[Any]:
+    """All that a client is told of an answer, joined."""
+    text, logprobs, reasons = "", [], []
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={**BODY, "seed": seed}) as answer,
+    ):
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                text += choice["text"]
+                logprobs += choice["logprobs"]["token_logprobs"]
+                reasons.append(choice["finish_reason"])
+    return [text, logprobs, reasons[-1]]
+
+
+def test_streams_go_on_and_health_tells(tmp_path: Path, long_path: Path) -> None:
+    with serve_process(tmp_path / "log", long_path, "--max-model-len", "4096") as server:
+        assert server.process is not None
+        quiet = [stream(server, seed) for seed in range(3)]
+        rough: list[list[Any]] = [[] for _ in quiet]
+
+        def read(seed: int) -> None:
+            rough[seed] = stream(server, seed)
+
+        readers = [threading.Thread(target=read, args=(seed,)) for seed in range(len(rough))]
+        for reader in readers:
+            reader.start()
+        states = set()
+        with server.client() as client:
+            for _ in range(3):
+                until(lambda: server.metric("vllm:num_requests_running") >= 2)
+                (pid,) = children(server.process.pid)
+                os.kill(pid, signal.SIGKILL)
+                until(lambda: client.get("/health").status_code == 503)
+                while (answer := client.get("/health")).status_code != 200:
+                    states.add((answer.status_code, answer.json()["engine"]))
+            assert answer.json() == {"engine": "running"}
+        for reader in readers:
+            reader.join()
+        assert states == {(503, "restarting")}
+        assert rough == quiet
