@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from openai import AsyncOpenAI
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from segue import LLM, SamplingParams
+from segue import LLM, AsyncLLM, SamplingParams
+from segue.server.options import ServerOptions
 from segue.server.realtime import event_log, session
+from segue.server.realtime.conversation import ConversationState
+from segue.server.serving import Serving
 from tests.server.running import RunningServer, serve_process
 
 Event = dict[str, Any]
@@ -413,6 +417,40 @@ def test_the_log_is_bounded_and_gives_again_what_was_sent() -> None:
         assert json.loads(await log.next()) == seen[-9]
         assert not log.go_back("event_2000")
         assert not log.go_back("x")
+
+    run(test())
+
+
+def test_a_slow_reader_gets_it_all_in_larger_parts(long_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_UNSENT_BYTES", 4096)
+
+    async def save(_: session.RealtimeSession) -> None:
+        pass
+
+    async def test() -> None:
+        async with AsyncLLM(long_path, max_model_len=2048) as llm:
+            state = session.SessionState(conversation=ConversationState(now=datetime.now()))
+            realtime = session.RealtimeSession(Serving(llm, "tiny", ServerOptions()), "sess", state, save)
+            for event in (
+                {"type": "input_text.append", "text": "the hen"},
+                {"type": "response.create", "response": {"temperature": 0, "max_output_tokens": 1000}},
+            ):
+                await realtime.receive(json.dumps(event))
+            while not (await llm.stats()).num_running:
+                await asyncio.sleep(0.01)
+            while (await llm.stats()).num_running:
+                await asyncio.sleep(0.01)
+            assert realtime.log._num_unsent_bytes < 2 * 4096
+            kinds, text = [], ""
+            while "response.done" not in kinds:
+                event = json.loads(await realtime.log.next())
+                realtime.log.sent()
+                kinds.append(event["type"])
+                text += event.get("delta", "")
+            assert text == text_of(event["response"])
+            assert event["response"]["usage"]["output_tokens"] == 1000
+            assert kinds.count("response.output_text.delta") < 100
+            await realtime.close()
 
     run(test())
 
