@@ -1,95 +1,62 @@
-"""`segue chat`: a conversation in the terminal. The KV of its turns stays in the prefix cache, so each
-turn computes only what is new."""
+"""`segue chat`: a conversation in the terminal, with an engine of its own or a running server. See `segue.cli.talk`."""
 
 import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
-from segue.args import EngineArgs
 from segue.cli.main import one_line
-from segue.errors import SegueError, UsageError
-from segue.llm import LLM
+from segue.cli.talk.backend import ChatBackend
+from segue.cli.talk.conversation import Conversation
+from segue.cli.talk.terminal import line_history, read_entry
+from segue.errors import RequestFailed, UsageError
 from segue.sample.params import SamplingParams
 
-_HELP = """\
-/reset   forget the conversation
-/help    show this
-/quit    end (or Ctrl-D)
-Ctrl-C   stop the answer"""
+if TYPE_CHECKING:
+    from segue.args import EngineArgs
 
 
-def chat(args: EngineArgs, params: SamplingParams, *, system: str | None) -> None:
-    """Reads turns from stdin until it ends, and answers each on stdout."""
-    interactive = sys.stdin.isatty()
-    if interactive:
-        # Gives `input` line editing and history.
-        import readline  # noqa: F401
+def chat_locally(args: "EngineArgs", params: SamplingParams, *, system: str | None) -> None:
+    """With an engine of our own."""
+    from segue.cli.talk.local import LocalBackend
+    from segue.llm import LLM
+
     with LLM(args) as llm:
-        conversation = Conversation(llm, params, system)
-        if interactive:
-            print(f"{args.model}: /help shows the commands.", file=sys.stderr)
-        while True:
-            try:
-                line = _read_line("> " if interactive else "")
-                if line is None and interactive:
-                    print(file=sys.stderr)
-                if line is None or not conversation.take(line):
-                    return
-            except KeyboardInterrupt:
-                print(file=sys.stderr)
-            except SegueError as error:
-                print(f"segue: error: {one_line(str(error))}", file=sys.stderr)
+        _talk(LocalBackend(llm, args.model, system), params, system)
 
 
-class Conversation:
-    """The turns so far."""
+def chat_remotely(
+    url: str, params: SamplingParams, *, model: str | None, api_key: str | None, system: str | None
+) -> None:
+    """With a server. Raises UsageError without the packages for it, FailedError when it cannot be reached or goes
+    away."""
+    from segue.cli.talk.remote import connect_backend
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self._llm = llm
-        self._params = params
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._messages = list(self._opening)
-
-    def take(self, line: str) -> bool:
-        """One line of the user's. Returns whether the conversation goes on."""
-        match line.strip():
-            case "":
-                pass
-            case "/quit":
-                return False
-            case "/help":
-                print(_HELP, file=sys.stderr)
-            case "/reset":
-                self._messages = list(self._opening)
-            case command if command.startswith("/") and " " not in command:
-                raise UsageError(f"no such command: {command}: /help shows them")
-            case text:
-                self._answer(text)
-        return True
-
-    def _answer(self, text: str) -> None:
-        """One turn. An answer that was stopped is remembered as far as it was shown; a turn that could not
-        be answered is not."""
-        messages = [*self._messages, {"role": "user", "content": text}]
-        prompt_token_ids = self._llm.encode_chat(messages)
-        with self._llm.stream({"prompt_token_ids": prompt_token_ids}, self._params) as stream:
-            try:
-                for delta in stream:
-                    sys.stdout.write(delta.text)
-                    sys.stdout.flush()
-            except KeyboardInterrupt:
-                sys.stdout.write(" ...")
-        print(flush=True)
-        answer = stream.output.outputs[0]
-        if answer.error is not None:
-            raise UsageError(f"the turn failed: {answer.error}")
-        self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+    with connect_backend(url, api_key=api_key, model=model, system=system) as backend:
+        _talk(backend, params, system)
 
 
-def _read_line(prompt: str) -> str | None:
-    """The next line, None at the end. A line that is not UTF-8 is a UsageError."""
+def _talk(backend: ChatBackend, params: SamplingParams, system: str | None) -> None:
+    """Reads turns from stdin until it ends, and answers each on stdout. The backend knows `system` already."""
+    is_interactive = sys.stdin.isatty()
+    conversation = Conversation(backend, params, system)
+    with line_history() if is_interactive else nullcontext():
+        if is_interactive:
+            print(f"{backend.model}: /help shows the commands.", file=sys.stderr)
+        while _take_next(conversation, is_interactive=is_interactive):
+            pass
+
+
+def _take_next(conversation: Conversation, *, is_interactive: bool) -> bool:
+    """One entry of the user's. Returns whether the conversation goes on."""
     try:
-        line = input(prompt)
-    except EOFError:
-        return None
-    if any("\udc80" <= char <= "\udcff" for char in line):
-        raise UsageError("the line is not valid UTF-8")
-    return line
+        entry = read_entry(is_interactive=is_interactive)
+        if entry is not None:
+            return conversation.take(entry)
+        if is_interactive:
+            print(file=sys.stderr)
+        return False
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    except (UsageError, RequestFailed) as error:
+        print(f"segue: error: {one_line(str(error))}", file=sys.stderr)
+    return True

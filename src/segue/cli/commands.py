@@ -74,6 +74,42 @@ SpeculativeConfig = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
+_CHAT_EPILOG = '''\b
+Commands:
+  /reset          forget the conversation
+  /system [TEXT]  what the model is told first; without TEXT: nothing
+  /undo           forget the last turn and its answer
+  /retry          answer the last turn again, with the next seed
+  /stats          tokens, time to first token and tok/s of the last answer,
+                  and how much of the longest conversation there is
+  /save FILE      write the conversation, as JSON messages
+  /help           show the commands
+  /quit           end
+
+\b
+Input:
+  A line is a turn. A line that ends in a backslash goes on in the next one.
+  Lines between two lines of """ are one turn, as they are.
+  //TEXT says /TEXT. Ctrl-C stops the answer, and at the prompt drops what is
+  typed. Ctrl-D ends. From a pipe, each line (or block) is a turn too.
+
+\b
+Files:
+  The lines typed are kept in chat_history in the cache folder ($SEGUE_HOME),
+  the last thousand, for nobody else to read.
+
+\b
+Exit code:
+  0 at the end; 1 when the server cannot be reached, refuses the key or goes
+  away; 2 when a flag or the model is wrong.
+
+\b
+Examples:
+  segue chat smollm2
+  segue chat smollm2 --system "Answer in one sentence." --temperature 0.7
+  segue chat --url http://127.0.0.1:8000 --api-key "$KEY"
+  printf '%s\\n' "Name a colour." "Another one." | segue chat smollm2'''
+
 app = typer.Typer(
     name="segue",
     help="Runs language models for live sessions. The schedule never changes an answer.",
@@ -196,9 +232,26 @@ def run(
     return partial(command.run, args, prompt, params, raw=raw, system=system, as_json=as_json, quiet=quiet)
 
 
-@app.command(epilog="Ctrl-C stops an answer, Ctrl-D ends. /help shows the commands.")
+@app.command(epilog=_CHAT_EPILOG)
 def chat(
-    model: Model,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help=f"{_MODEL_HELP} With --url: a name that the server knows, or nothing.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", show_default=False, help="Talk to this server, such as http://127.0.0.1:8000."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="SEGUE_API_KEY", show_default=False, help="With --url: the server's key."),
+    ] = None,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", show_default=False, help="What the model is told first.")
     ] = None,
@@ -215,7 +268,11 @@ def chat(
     runtime: Runtime = "native",
     speculative_config: SpeculativeConfig = None,
 ) -> Action:
-    """Talk with a model in the terminal."""
+    """Talk with a model in the terminal.
+
+    The model runs here, or with --url on a server that is running (segue serve). The conversation is one live session:
+    each turn computes only what is new, and an answer that is stopped is remembered as far as it was shown.
+    """
     from segue.args import EngineArgs
     from segue.cli import chat as command
     from segue.cli.parse import parse_object
@@ -230,6 +287,19 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    if url is not None:
+        _refuse_with_url(
+            threads=threads,
+            max_model_len=max_model_len,
+            kv_cache_dtype=None if kv_cache_dtype == "auto" else kv_cache_dtype,
+            runtime=None if runtime == "native" else runtime,
+            speculative_config=speculative_config,
+        )
+        return partial(
+            command.chat_remotely, url, params, model=model, api_key=api_key or None, system=system
+        )
+    if model is None:
+        raise UsageError("there is no model: name one, or a server with --url")
     args = EngineArgs(
         model=model,
         threads=threads,
@@ -239,7 +309,15 @@ def chat(
         runtime=runtime,
         speculative_config=parse_object("speculative_config", speculative_config),
     )
-    return partial(command.chat, args, params, system=system)
+    return partial(command.chat_locally, args, params, system=system)
+
+
+def _refuse_with_url(**engine_flags: object) -> None:
+    """Raises UsageError when one is given."""
+    for name, value in engine_flags.items():
+        if value is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is for an engine of our own: leave it out, or leave out --url")
 
 
 @app.command()
