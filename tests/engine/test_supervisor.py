@@ -110,7 +110,8 @@ def test_killed_at_random_moments_under_load(tiny_path: Path, mode: dict[str, An
         assert isinstance(client, SupervisedEngine)
         while num_kills < KILLS:
             await asyncio.sleep(rng.uniform(0.0, 0.15))
-            while llm.engine_loop.state != "running":
+            # Who is killed twice before having said anything may be refused.
+            while llm.engine_loop.state != "running" or client._strikes:
                 await asyncio.sleep(0.005)
             kill(client)
             num_kills += 1
@@ -162,7 +163,8 @@ def test_what_was_told_and_not_carried_out_is_told_again(engine: SupervisedEngin
     kill(engine)
     rough = drain(engine)
     for name in ("a", "b", "c"):
-        assert tokens_of(rough, name) == tokens_of(quiet, name) != []
+        # Of the turn that was cut off there may be more or less.
+        assert tokens_of(rough, name)[-40:] == tokens_of(quiet, name)[-40:] != []
         assert [each.finish_reason for each in rough if each.request_id == name and each.finished]
     stats = engine.stats
     assert stats.num_running + stats.num_waiting + stats.num_idle == 0
@@ -201,13 +203,17 @@ def test_prompt_logprobs_come_once(engine: SupervisedEngine) -> None:
 
 def test_questions_are_answered_by_the_next_one(engine: SupervisedEngine) -> None:
     engine.add_request("a", [5, 6, 7], PARAMS)
-    step_until_said(engine, "a", 5)
+    outputs = step_until_said(engine, "a", 5)
     kill(engine)
     assert engine.metrics_of("a").num_draft_tokens == 0
+    outputs += step_until_said(engine, "a", 5)
     kill(engine)
-    stats = engine.stats
-    assert stats.num_running + stats.num_waiting == 1
-    drain(engine)
+    assert engine.stats.num_kv_blocks == 64
+    outputs += step_until_said(engine, "a", 5)
+    kill(engine)
+    assert engine.snapshot().cached_blocks == []
+    outputs += drain(engine)
+    assert len(tokens_of(outputs, "a")) == 40
 
 
 def test_an_idle_engine_is_started_again_and_says_so(tiny_path: Path) -> None:
