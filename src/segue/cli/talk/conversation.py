@@ -95,18 +95,28 @@ class Conversation:
         if not reply.is_begun:
             _tell("\nstopped: the turn is forgotten")
             return
-        stats = reply.stats
-        print(" ..." if stats.end is ReplyEnd.STOPPED else "", flush=True)
-        if stats.end is ReplyEnd.STOPPED and not any(shown):
+        with DeferredInterrupt():
+            self._settle(Turn(text=text, answer="".join(shown), stats=reply.stats, seed=seed))
+
+    def _settle(self, turn: Turn) -> None:
+        """A turn whose answer is over."""
+        is_stopped = turn.stats.end is ReplyEnd.STOPPED
+        print(" ..." if is_stopped else "", flush=True)
+        if is_stopped and not turn.answer:
             self._backend.undo()
             _tell("stopped before the answer began: the turn is forgotten")
-            return
-        self._turns.append(Turn(text=text, answer="".join(shown), stats=stats, seed=seed))
+        else:
+            self._turns.append(turn)
 
     def _last(self) -> Turn:
         if not self._turns:
             raise UsageError("there is no turn yet: say something first")
         return self._turns[-1]
+
+    def _forget_last(self) -> None:
+        with DeferredInterrupt():
+            self._backend.undo()
+            self._turns.pop()
 
     # --- commands ---------------------------------------------------------------------------------------------
 
@@ -117,21 +127,20 @@ class Conversation:
         self._restart(system, self._turns)
 
     def _restart(self, system: str | None, turns: list[Turn]) -> None:
-        self._backend.restart(system, turns)
-        self._system, self._turns = system, turns
+        with DeferredInterrupt():
+            self._backend.restart(system, turns)
+            self._system, self._turns = system, turns
 
     def _undo(self) -> None:
         last = self._last()
-        self._backend.undo()
-        self._turns.pop()
+        self._forget_last()
         _tell(f"forgotten: {_shortened(last.text)}")
 
     def _retry(self) -> None:
         last = self._last()
         if self._params.temperature == 0:
             _tell("the temperature is 0, so the answer is the same: --temperature 0.7 draws another one")
-        self._backend.undo()
-        self._turns.pop()
+        self._forget_last()
         self._say(last.text, (last.seed + 1) % 2**63)
 
     def _tell_stats(self) -> None:

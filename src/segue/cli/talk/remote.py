@@ -1,6 +1,7 @@
 """A conversation with a running server: one session of its realtime WebSocket, one item for each message.
 
-The server keeps what it has sent of an answer when it is stopped, so what is still on its way is shown as well.
+The server keeps what it has sent of an answer when it is stopped, so what is still on its way is shown as well. When
+a turn is undone the server reads the texts of those before it again: their token ids may be others than were drawn.
 """
 
 import importlib.util
@@ -130,7 +131,7 @@ def connect_backend(
         raise UsageError("api_key: must be printable ASCII")
     with _connect(address, model, headers) as socket:
         link = Link(socket, url)
-        created = link.wait_for("session.created")
+        created = link.wait_for("session.created", item_id=None, event_id=None)
         assert created.session is not None, "wait_for checks it"
         name = created.session.model
         backend = RemoteBackend(link, name, _max_model_len(address, name, headers))
@@ -208,7 +209,16 @@ class Link:
         except (ConnectionClosed, OSError) as error:
             raise self._lost(error) from None
 
-    def wait_for(self, kind: str, *, item_id: str | None = None, event_id: str | None = None) -> _Event:
+    def request(self, kind: str, answer: str, *, about: str | None = None, **fields: Any) -> _Event:
+        """Send an event; the event of the kind `answer` (about this item). Raises UsageError when the server refuses.
+        Ctrl-C waits for the answer; when the user insists, nobody knows what the server did, and that is the end."""
+        with DeferredInterrupt():
+            try:
+                return self.wait_for(answer, item_id=about, event_id=self.send(kind, **fields))
+            except KeyboardInterrupt:
+                raise FailedError(f"{self._url} did not answer {kind} before it was interrupted") from None
+
+    def wait_for(self, kind: str, *, item_id: str | None, event_id: str | None) -> _Event:
         """The event of this kind (about this item), while others pass by. Raises UsageError with the error that
         answers `event_id`, or any error when that is None."""
         while True:
@@ -247,14 +257,13 @@ class RemoteBackend:
     def undo(self) -> None:
         with DeferredInterrupt():
             for item_id in reversed(self.turns.pop()):
-                event_id = self.link.send("conversation.item.delete", item_id=item_id)
-                self.link.wait_for("conversation.item.deleted", item_id=item_id, event_id=event_id)
+                kind, answer = "conversation.item.delete", "conversation.item.deleted"
+                self.link.request(kind, answer, about=item_id, item_id=item_id)
 
     def restart(self, system: str | None, turns: Sequence[Turn]) -> None:
         with DeferredInterrupt():
             session = {"type": "realtime", "instructions": system or ""}
-            event_id = self.link.send("session.update", session=session)
-            self.link.wait_for("session.updated", event_id=event_id)
+            self.link.request("session.update", "session.updated", session=session)
             while len(self.turns) > len(turns):
                 self.undo()
 
@@ -281,12 +290,11 @@ class _RemoteReply:
         content = [{"type": "input_text", "text": self._text}]
         item = {"id": item_id, "type": "message", "role": "user", "content": content}
         with DeferredInterrupt():
-            event_id = link.send("conversation.item.create", item=item)
-            link.wait_for("conversation.item.done", item_id=item_id, event_id=event_id)
+            link.request("conversation.item.create", "conversation.item.done", about=item_id, item=item)
             self._backend.turns.append([item_id])
+            fields = _response_fields(self._params)
             try:
-                event_id = link.send("response.create", response=_response_fields(self._params))
-                self._response = link.wait_for("response.created", event_id=event_id).response
+                self._response = link.request("response.create", "response.created", response=fields).response
             except UsageError:
                 self._backend.undo()
                 raise
