@@ -43,8 +43,10 @@ class Terminal:
         while not self._has(text):
             assert time.monotonic() < end_s, (text, self.shown)
             self.type(keys)
-            if select.select([self._descriptor], [], [], 0.3)[0]:
-                assert self._read(), (text, self.shown)
+            patient_s = time.monotonic() + 0.5
+            while not self._has(text) and (left_s := patient_s - time.monotonic()) > 0:
+                if select.select([self._descriptor], [], [], left_s)[0]:
+                    assert self._read(), (text, self.shown)
         self.until(text)
 
     def _has(self, text: bytes) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import signal
 import socket
 import sys
@@ -168,12 +169,13 @@ def test_lines_that_belong_together(chat: Chat, llm: LLM, tmp_path: Path) -> Non
 
 
 def test_stats(chat: Chat) -> None:
-    _, _, err = chat("--max-tokens", "80", "--temperature", "1", lines=("/stats", "the hen", "/stats"))
+    _, _, err = chat("--max-tokens", "1500", "--temperature", "1", lines=("/stats", "the hen", "/stats"))
     without, stats = err.splitlines()
     assert "no turn yet" in without
-    assert stats.startswith("80 tokens, cut off | first token after ")
-    assert "tok/s" in stats
-    assert stats.endswith(f" of {CONTEXT:,} tokens")
+    times = r"first token after \d+\.\d{3} s \| [\d,.]+ tok/s"
+    assert re.fullmatch(
+        rf"[\d,]+ tokens, (cut off|complete) \| {times} \| history [\d,]+ of {CONTEXT:,} tokens", stats
+    )
 
 
 @pytest.mark.parametrize(
