@@ -1,8 +1,9 @@
 """What live input buys: the time from the last character of a prompt to the first token of its answer.
 
 A prompt of about 1,500 tokens arrives as 60 words a second, prefilled as it comes, against the same prompt sent
-whole when its last word is known. For one session and for eight at once. `--peers` adds llama.cpp, which gets the whole
-prompt at the end as its server would, with and without a cached prefix of all but the last word.
+whole when its last word is known. For one session and for eight at once. `--peers` adds llama.cpp and `--vllm`
+vLLM, which get the whole prompt at the end as their servers would, with and without a cached prefix of all but the
+last word.
 
     python bench/live_latency.py MODEL [--words-per-second 60] [--runs 3] [--peers PYTHON]
 """
@@ -107,9 +108,32 @@ print(json.dumps(results))
 """
 
 
-def measure_peer(args: argparse.Namespace, words: str) -> dict[str, list[float]]:
+VLLM = """
+import json, os, sys, time
+del sys.path[0]
+os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+out = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], max_model_len=2048, enable_prefix_caching=True, disable_log_stats=True)
+words = sys.stdin.read().split()
+params = SamplingParams(temperature=0, max_tokens=1)
+results = {"vLLM, whole": [], "vLLM, all but the last word cached": []}
+def first_token(name, ids):
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    if name: results[name].append(time.perf_counter() - begin)
+for run in range(int(sys.argv[2]) + 1):
+    ids = llm.get_tokenizer().encode(f"{run}. " + " ".join(words))
+    first_token("vLLM, whole" if run else None, ids)
+    first_token("vLLM, all but the last word cached" if run else None, ids)
+print(json.dumps(results), file=out, flush=True)
+"""
+
+
+def measure_peer(python: str, script: str, model: str, runs: int, words: str) -> dict[str, list[float]]:
     run = subprocess.run(
-        [args.peers, "-c", PEER, args.model, str(args.runs)],
+        [python, "-c", script, model, str(runs)],
         input=words,
         capture_output=True,
         text=True,
@@ -127,11 +151,20 @@ def main() -> None:
     parser.add_argument("--words-per-second", type=float, default=60)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8], help="how many at once (1 8)")
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--vllm",
+        nargs=2,
+        metavar=("PYTHON", "FOLDER"),
+        help="vLLM, and the model as scripts/gguf_to_hf.py writes it",
+    )
     parser.add_argument("--peers", metavar="PYTHON", help="an interpreter with llama-cpp-python")
     args = parser.parse_args()
     results = asyncio.run(measure(args))
+    words = " ".join(TEXT.read_text().split()[:1050])
     if args.peers:
-        results |= measure_peer(args, " ".join(TEXT.read_text().split()[:1050]))
+        results |= measure_peer(args.peers, PEER, args.model, args.runs, words)
+    if args.vllm:
+        results |= measure_peer(args.vllm[0], VLLM, args.vllm[1], args.runs, words)
     print("| input | median ms to first token | least | most |\n|---|---|---|---|")
     for name, times in results.items():
         ms = [1000 * seconds for seconds in times]
