@@ -15,7 +15,6 @@ COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 HELLO = [{"role": "user", "content": "hen"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
-SHORT = {"max_tokens": 4}
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:
@@ -147,14 +146,16 @@ def test_bodies_that_are_no_object(server: RunningServer, path: str, content: by
 
 
 def test_deeply_nested_messages(server: RunningServer) -> None:
-    message: Any = "x"
-    for _ in range(400):
-        message = {"a": message}
+    def nested(depth: int) -> str:
+        return '{"a":' * depth + "1" + "}" * depth
+
     with server.client() as client:
-        response = client.post(
-            CHAT, json={"messages": [{"role": "user", "content": "x", "more": message}], **SHORT}
-        )
-    assert response.status_code in (200, 400)
+        for depth, status in ((20, 200), (2_000, 400), (100_000, 400)):
+            body = f'{{"messages": [{{"role": "user", "content": "x", "more": {nested(depth)}}}], "max_tokens": 4}}'
+            response = client.post(CHAT, content=body, headers={"content-type": "application/json"})
+            assert response.status_code == status, depth
+            if status == 400:
+                assert "nested too deeply" in error_of(response)["message"]
 
 
 def test_only_json_is_taken(server: RunningServer) -> None:

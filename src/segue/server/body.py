@@ -1,11 +1,17 @@
-"""A request's body: JSON within a size, as a struct. Fields that are not known are ignored and logged."""
+"""A request's body: JSON within a size, as a struct. Fields that are not known are ignored and logged.
+
+A field that is null is a field that was left out, in every object that has declared fields, however deep: see
+`read_fields`, through which all that clients send becomes a struct.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from http import HTTPStatus
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, overload
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import ClientDisconnect, Request
 
 from segue.errors import ParameterError
@@ -26,7 +32,7 @@ class Unsupported(msgspec.Struct, frozen=True):
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
-    """Base of the bodies. null means "not given" for every field that may be left out."""
+    """Base of the bodies."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -34,6 +40,8 @@ class RequestBody(msgspec.Struct, kw_only=True):
 
 
 Body = TypeVar("Body", bound=RequestBody)
+Fields = TypeVar("Fields")
+_ANYTHING = inspect.AnyType()
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
@@ -50,10 +58,71 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         if name not in known:
             unknown = ascii(name)[:_SHOWN_CHARS]
             serving_of(request).warn_once(f"{kind.__name__}: ignored the unknown field {unknown}")
+    return read_fields(fields, kind)
+
+
+@overload
+def read_fields(value: object, kind: type[Fields]) -> Fields: ...
+@overload
+def read_fields(value: object, kind: Any) -> Any: ...
+def read_fields(value: object, kind: Any) -> Any:
+    """What was read from JSON, as a struct (or one of a union of structs).
+
+    null is taken as absent wherever the type declares fields or the type of an object's values. What it does not
+    declare (JSON schemas, `chat_template_kwargs`, messages) is kept as it is, since null may mean something there.
+    Raises HttpError, with the field that is wrong.
+    """
     try:
-        return msgspec.convert(fields, kind, str_keys=True)
+        return msgspec.convert(_without_nulls(value, _type_of(kind)), kind, str_keys=True)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error)) from None
+        raise _validation_error(str(error)) from None
+    except RecursionError:
+        raise HttpError("the body is nested too deeply") from None
+
+
+@cache
+def _type_of(kind: Any) -> inspect.Type:
+    return inspect.type_info(kind)
+
+
+def _without_nulls(value: object, kind: inspect.Type) -> object:
+    if isinstance(kind, inspect.Metadata):
+        return _without_nulls(value, kind.type)
+    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if isinstance(value, list):
+        items = next((each.item_type for each in options if isinstance(each, inspect.ListType)), None)
+        if items is None:
+            return value
+        return [_without_nulls(item, items) if isinstance(item, list | dict) else item for item in value]
+    if not isinstance(value, dict):
+        return value
+    match _object_type(value, options):
+        case None | inspect.DictType(value_type=inspect.AnyType() | inspect.CustomType()):
+            return value
+        case inspect.DictType(value_type=declared):
+            types: Mapping[str, inspect.Type] = dict.fromkeys(value, declared)
+        case inspect.StructType(fields=fields):
+            types = {field.encode_name: field.type for field in fields}
+    return {
+        name: _without_nulls(item, types.get(name, _ANYTHING))
+        for name, item in value.items()
+        if item is not None
+    }
+
+
+def _object_type(
+    value: Mapping[str, object], options: Sequence[inspect.Type]
+) -> inspect.StructType | inspect.DictType | None:
+    """Which of these an object is read as: of several structs, the one that its tag names."""
+    for option in options:
+        match option:
+            case inspect.DictType():
+                return option
+            case inspect.StructType() if (
+                option.tag_field is None or value.get(option.tag_field) == option.tag
+            ):
+                return option
+    return None
 
 
 async def _read_json(request: Request) -> object:
@@ -97,7 +166,7 @@ def _too_large(limit: int) -> HttpError:
     )
 
 
-def validation_error(message: str) -> HttpError:
+def _validation_error(message: str) -> HttpError:
     """What msgspec says, with the field where OpenAI's clients look for it."""
     path, why = "", message
     if (found := _AT.match(message)) is not None:

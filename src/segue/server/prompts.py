@@ -99,21 +99,23 @@ async def encode_messages(
 
 
 def for_template(messages: Sequence[Message], template: str) -> list[dict[str, object]]:
-    """Messages as chat templates expect them: arguments of tool calls as objects, no null content, and no role
+    """Messages as chat templates expect them: no null fields, arguments of tool calls as objects, and no role
     "developer" where the template does not know it."""
     plain = []
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ParameterError("messages", type(message).__name__, f"message {i} must be an object")
-        changed = dict(message)
+        changed = _given(message)
         if changed.get("role") == "developer" and "developer" not in template:
             changed["role"] = "system"
         if changed.get("content") is None and changed.get("role") == "assistant":
             changed["content"] = ""
+        if isinstance(parts := changed.get("content"), list):
+            changed["content"] = [_given(part) if isinstance(part, Mapping) else part for part in parts]
         if isinstance(calls := changed.get("tool_calls"), list):
             changed["tool_calls"] = [_call_for_template(i, call) for call in calls]
         elif "tool_calls" in changed:
-            del changed["tool_calls"]
+            raise ParameterError("messages", "tool_calls", f"message {i} must have a list of tool calls")
         plain.append(changed)
     return plain
 
@@ -150,16 +152,22 @@ def _listed(prompts: Prompts) -> list[str | list[int]]:
 def _call_for_template(i: int, call: object) -> object:
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         raise ParameterError("messages", "tool_calls", f"message {i} has a tool call without a function")
-    arguments = function.get("arguments")
+    function = _given(function)
+    arguments = function.get("arguments", "")
     if not isinstance(arguments, str):
-        return call
+        return {**_given(call), "function": function}
     try:
         parsed = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
         raise ParameterError(
             "messages", "tool_calls", f"message {i} has a tool call whose arguments are not JSON"
         ) from None
-    return {**call, "function": {**function, "arguments": parsed}}
+    return {**_given(call), "function": {**function, "arguments": parsed}}
+
+
+def _given(fields: Mapping[str, object]) -> dict[str, object]:
+    """Without those that are null."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _last_text(messages: Sequence[Message]) -> str:

@@ -15,6 +15,7 @@ from segue.server.events import json_response
 from segue.server.prompts import encode_messages, encode_text
 from segue.server.sampling import TokenId
 from segue.server.serving import serving_of
+from segue.server.tools.calls import Tool, ToolUse
 
 CHAT_TEMPLATE = Unsupported("templates of a request are not run; the model has its own")
 
@@ -27,7 +28,7 @@ class TokenizeRequest(RequestBody, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, object]] | None = None
-    tools: list[dict[str, object]] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: Annotated[bool | None, Meta(description="true for a prompt, false for messages")] = (
         None
     )
@@ -70,7 +71,7 @@ async def tokenize(request: Request) -> Response:
             ids = await encode_messages(
                 serving,
                 body.messages,
-                tools=body.tools,
+                tools=ToolUse.of(serving, body.tools, None, None).for_template,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 continue_final_message=bool(body.continue_final_message),
                 add_special_tokens=bool(body.add_special_tokens),

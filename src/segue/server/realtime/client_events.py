@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from segue.server.body import validation_error
+from segue.server.body import read_fields
 from segue.server.errors import HttpError
 
 
@@ -108,8 +108,6 @@ AnyClientEvent = (
     | InputTextCommit
 )
 
-_decoder = msgspec.json.Decoder(AnyClientEvent)
-
 
 class _Named(msgspec.Struct):
     event_id: str | None = None
@@ -118,13 +116,13 @@ class _Named(msgspec.Struct):
 def read_client_event(data: str) -> AnyClientEvent:
     """Raises HttpError, with the field that is wrong."""
     try:
-        return _decoder.decode(data)
+        fields = msgspec.json.decode(data)
     except RecursionError:
         raise HttpError("the event is nested too deeply") from None
-    except msgspec.ValidationError as error:
-        raise validation_error(str(error)) from None
     except msgspec.DecodeError as error:
         raise HttpError(f"the event is not valid JSON: {error}", code="invalid_json") from None
+    event: AnyClientEvent = read_fields(fields, AnyClientEvent)
+    return event
 
 
 def event_id_of(data: str) -> str | None:
