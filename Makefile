@@ -37,7 +37,7 @@ demo serve: $(VENV)/.installed $(VENV)/.server
 	@$(BIN)/python scripts/demo.py smollm2 $(if $(filter serve,$@),--stay)
 
 test: $(VENV)/.installed $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -ra
 
 check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff format --check .

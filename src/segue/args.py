@@ -120,18 +120,31 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             return self.build()
         from segue.engine.process import EngineProcess
         from segue.engine.supervisor import SupervisedEngine
-        from segue.hub import resolve_model
         from segue.tokens import Tokenizer
         from segue.weights.gguf import load_gguf
 
-        file = load_gguf(resolve_model(self.model))
+        # A child that is started again must not resolve a name or a link anew: it may lead elsewhere by then.
+        args = self._with_files()
+        file = load_gguf(Path(args.model))
         tokenizer = Tokenizer.from_model(file)
         engine = (
-            SupervisedEngine(self, max_restarts=self.max_engine_restarts)
+            SupervisedEngine(args, max_restarts=self.max_engine_restarts)
             if self.max_engine_restarts
-            else EngineProcess(self)
+            else EngineProcess(args)
         )
         return LoadedModel(engine, tokenizer, engine.config, file)
+
+    def _with_files(self) -> "EngineArgs":
+        """The same with the files that the models' names lead to now. Raises ModelFileError."""
+        from segue.hub import resolve_model
+
+        def file_of(name: str) -> str:
+            return str(resolve_model(name).resolve())
+
+        speculative = SpeculativeConfig.of(self.speculative_config)
+        if speculative is not None and speculative.model is not None:
+            speculative = msgspec.structs.replace(speculative, model=file_of(speculative.model))
+        return msgspec.structs.replace(self, model=file_of(self.model), speculative_config=speculative)
 
     def build(self) -> "LoadedModel":
         """The model's engine in this process. Raises ModelFileError, ParameterError, CapacityError."""

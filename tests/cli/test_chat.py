@@ -327,6 +327,11 @@ def test_servers_that_cannot_be_talked_to(
     assert_one_error(command("--url", server.url, "--api-key", "wrong"), 1, "refuses this key")
     assert_one_error(command("other", "--url", server.url, "--api-key", KEY), 2, "other")
     assert_one_error(command("--url", f"{server.url}/x", "--api-key", KEY), 1, server.url)
+    why = b'{"error": {"message": "not by this name: --allowed-host lets it"}}'
+    for body, shown in ((why, "--allowed-host"), (b"no", "it does not say why")):
+        head = f"HTTP/1.1 403 Forbidden\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        with answering_port(head + body) as url:
+            assert_one_error(command("--url", url), 1, url, shown)
     with answering_port(b"220 mail.example ESMTP\r\n") as url:
         assert_one_error(command("--url", url), 1, url, "no server for segue chat")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -11,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -23,6 +25,17 @@ _KEYS = {"Enter": ("\r", 13), "Escape": ("", 27), "Tab": ("", 9)}
 def find_browser() -> str | None:
     """The path of a Chromium, if one is installed."""
     return next((path for name in NAMES if (path := shutil.which(name)) is not None), None)
+
+
+def the_browser() -> str:
+    """The same for a test that needs one: it is skipped without, and fails where CI is set."""
+    path = find_browser()
+    if path is None:
+        missing = "no Chromium is installed: apt install chromium"
+        if os.environ.get("CI"):
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return path
 
 
 class Page:

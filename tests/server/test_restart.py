@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.server.running import RunningServer, serve_process, until
+from tests.weights.make_gguf import tiny_llama
 
 BODY: dict[str, Any] = {
     "prompt": "the hen",
@@ -70,3 +71,21 @@ def test_streams_go_on_and_health_tells(tmp_path: Path, long_path: Path) -> None
             reader.join()
         assert states == {(503, "restarting")}
         assert rough == quiet
+
+
+def test_the_next_engine_loads_the_file_that_the_first_one_did(tmp_path: Path, tiny_path: Path) -> None:
+    """The model's name was a link, which then leads elsewhere."""
+    link = tmp_path / "model.gguf"
+    link.symlink_to(tiny_path)
+    body = {"prompt": "the hen", "temperature": 0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1}
+    with serve_process(tmp_path / "log", link) as server, server.client() as client:
+        assert server.process is not None
+        assert server.model == str(link)
+        before = client.post("/v1/completions", json=body).json()["choices"]
+        link.unlink()
+        link.symlink_to(tiny_llama(tmp_path / "other.gguf", seed=99))
+        (pid,) = children(server.process.pid)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: children(server.process.pid if server.process else 0) != [pid])
+        until(lambda: client.get("/health").status_code == 200)
+        assert client.post("/v1/completions", json=body).json()["choices"] == before

@@ -11,19 +11,18 @@ from typing import Any
 import pytest
 
 from segue.server.web.routes import FILES
-from tests.server.browser import Page, browser_page, find_browser
+from tests.server.browser import Page, browser_page, the_browser
 from tests.server.running import RunningServer, serve_process
 from tests.server.test_restart import children
 
-BROWSER = find_browser()
-in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 SHIFT = 8
 
 
 def browse(server: RunningServer, test: Callable[[Page], Coroutine[Any, Any, None]]) -> None:
+    path = the_browser()
+
     async def run() -> None:
-        assert BROWSER is not None
-        async with browser_page(BROWSER, server.url) as page:
+        async with browser_page(path, server.url) as page:
             await page.until("document.getElementById('connection')?.dataset.state === 'open'")
             await page.until("document.activeElement.id === 'input'")
             await page.evaluate("document.getElementById('temperature').value = 0")
@@ -64,20 +63,26 @@ def test_the_view_of_the_engine(server: RunningServer) -> None:
 
 
 def test_the_view_needs_the_key_and_the_page_does_not(tmp_path: Path, tiny_path: Path) -> None:
-    with serve_process(tmp_path / "log", tiny_path, "--api-key", "secret") as server:
-        with server.client() as client:
-            assert client.get("/").status_code == 200
-            assert client.get("/engine").status_code == 401
-            assert client.get("/engine", headers={"authorization": "Bearer secret"}).status_code == 200
-        if BROWSER is not None:
-            asyncio.run(asyncio.wait_for(_enter_key(server), 60))
+    with (
+        serve_process(tmp_path / "log", tiny_path, "--api-key", "secret") as server,
+        server.client() as client,
+    ):
+        assert client.get("/").status_code == 200
+        assert client.get("/engine").status_code == 401
+        assert client.get("/engine", headers={"authorization": "Bearer secret"}).status_code == 200
 
 
-async def _enter_key(server: RunningServer) -> None:
-    assert BROWSER is not None
-    async with browser_page(BROWSER, server.url) as page:
+@pytest.mark.parametrize("key", ["secret", "a/b+c=="])
+def test_the_page_asks_for_the_key(tmp_path: Path, tiny_path: Path, key: str) -> None:
+    path = the_browser()
+    with serve_process(tmp_path / "log", tiny_path, "--api-key", key) as server:
+        asyncio.run(asyncio.wait_for(_enter_key(path, server, key), 60))
+
+
+async def _enter_key(path: str, server: RunningServer, key: str) -> None:
+    async with browser_page(path, server.url) as page:
         await page.until("document.getElementById('key-dialog')?.open")
-        await page.type("secret")
+        await page.type(key)
         await page.press("Enter")
         await page.until("document.getElementById('connection').dataset.state === 'open'")
         await page.until("document.getElementById('map-text').textContent.includes('blocks of')")
@@ -88,7 +93,6 @@ async def _enter_key(server: RunningServer) -> None:
 LAST = "document.querySelector('#log li:last-child')"
 
 
-@in_browser
 def test_what_is_typed_is_computed_before_enter(server: RunningServer) -> None:
     async def test(page: Page) -> None:
         await page.evaluate("document.getElementById('longest').value = 12")
@@ -113,7 +117,6 @@ def test_what_is_typed_is_computed_before_enter(server: RunningServer) -> None:
     browse(server, test)
 
 
-@in_browser
 def test_escape_interrupts_and_enter_cuts_in(server: RunningServer) -> None:
     async def test(page: Page) -> None:
         await page.evaluate("document.getElementById('longest').value = 8000")
@@ -140,7 +143,6 @@ def test_escape_interrupts_and_enter_cuts_in(server: RunningServer) -> None:
     browse(server, test)
 
 
-@in_browser
 def test_a_conversation_survives_a_killed_engine(tmp_path: Path, long_path: Path) -> None:
     with serve_process(tmp_path / "log", long_path, "--max-model-len", "8192") as server:
 
@@ -157,7 +159,6 @@ def test_a_conversation_survives_a_killed_engine(tmp_path: Path, long_path: Path
         browse(server, test)
 
 
-@in_browser
 def test_everything_has_a_name_and_can_be_reached_by_key(server: RunningServer) -> None:
     async def test(page: Page) -> None:
         tree = await page.call("Accessibility.getFullAXTree")

@@ -437,6 +437,15 @@ def serve(
             help="Pages that may use the server; *: all. May be repeated.",
         ),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="A name that the server is reached by, beside the machine's own; *.NAME: all below, "
+            "*: any. May be repeated.",
+        ),
+    ] = None,
     max_request_bytes: Annotated[int, typer.Option(help="The largest request.")] = 16 << 20,
     ssl_keyfile: Annotated[
         str | None, typer.Option(metavar="PATH", show_default=False, help="For TLS, as PEM.")
@@ -516,6 +525,7 @@ def serve(
         api_keys=tuple(api_key or ()),
         served_model_names=tuple(served_model_name or ()),
         cors_origins=tuple(cors_origin or ()),
+        allowed_hosts=tuple(allowed_host or ()),
         max_request_bytes=max_request_bytes,
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,

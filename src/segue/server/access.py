@@ -1,9 +1,15 @@
-"""What every request passes through: the key, the request's id, the count."""
+"""What every request passes through: where it comes from, the key, the request's id, the count."""
 
+import base64
+import binascii
 import hmac
+import ipaddress
+import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from http import HTTPStatus
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match, Router
@@ -11,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from segue.server.errors import HttpError, error_response
 from segue.server.metrics import Metrics
+from segue.server.options import ServerOptions
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"})
 """Without a key: nothing there can be made to work, or shows what others ask."""
@@ -18,9 +25,80 @@ OPEN_PREFIX = "/web/"
 """The files of the page at "/", which then asks for the key."""
 SUBPROTOCOL_KEY = "openai-insecure-api-key."
 """How a browser's WebSocket, which cannot set headers, brings a key."""
+SUBPROTOCOL_ENCODED_KEY = "segue-api-key."
+"""The same with the key as base64url without padding: a subprotocol cannot have a "/" or a "=" in it."""
+ANY = "*"
 MAX_ID_CHARS = 128
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Counted by name."""
+
+
+class PlaceCheck:
+    """Refuses what a browser sends for a page from elsewhere.
+
+    The page may be open about it (`Origin`), or have its own name lead to this server (`Host`: DNS rebinding).
+    Clients that are no browsers send no `Origin`, and in `Host` what their user gave as the address.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._origins = frozenset(options.cors_origins)
+        # No browser reaches a Unix socket; a proxy in front of it sends the names of its own.
+        self._hosts = frozenset({ANY}) if options.uds is not None else _own_names(options)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        why = None if scope["type"] == "lifespan" else self._why_not(Headers(scope=scope))
+        if why is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(HttpError(why, status=HTTPStatus.FORBIDDEN))(scope, receive, send)
+
+    def _why_not(self, headers: Headers) -> str | None:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if host and not self._is_own(_address("", host)[0]):
+            return f"the server does not go by the name {_shown(host)}: --allowed-host lets it"
+        if origin is None or not self._origins.isdisjoint({ANY, origin}):
+            return None
+        scheme, _, address = origin.partition("://")
+        if host and address and _address(scheme, address) == _address(scheme, host):
+            return None
+        return f"pages of {_shown(origin)} may not use this server: --cors-origin lets them"
+
+    def _is_own(self, name: str) -> bool:
+        """Nobody can make an address lead elsewhere."""
+        if _ip_address(name) is not None or not self._hosts.isdisjoint({ANY, name}):
+            return True
+        return any(name.endswith(host[1:]) for host in self._hosts if host.startswith("*."))
+
+
+def _own_names(options: ServerOptions) -> frozenset[str]:
+    """Those that are given, and those of the machine: for others too if the server listens to others."""
+    names = {"localhost", "*.localhost", options.host, *options.allowed_hosts}
+    address = _ip_address(options.host)
+    if address is None or not address.is_loopback:
+        own = socket.gethostname()
+        names |= {own, f"{own.partition('.')[0]}.local"}
+    return frozenset(name.lower().rstrip(".") for name in names)
+
+
+def _ip_address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def _address(scheme: str, address: str) -> tuple[str, int | None]:
+    """Name and port. The name of what is no address is empty."""
+    try:
+        parts = urlsplit(f"//{address}")
+        return (parts.hostname or "").rstrip("."), parts.port or {"http": 80, "https": 443}.get(scheme)
+    except ValueError:
+        return "", None
+
+
+def _shown(header: str) -> str:
+    return ascii(header if len(header) <= MAX_ID_CHARS else f"{header[:MAX_ID_CHARS]}…")
 
 
 class KeyCheck:
@@ -33,9 +111,6 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._may_enter(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await receive()
-            await send({"type": "websocket.close", "code": 1008, "reason": "Incorrect API key provided"})
         else:
             await error_response(_refusal(scope))(scope, receive, send)
 
@@ -48,14 +123,18 @@ class KeyCheck:
         return any(hmac.compare_digest(key, known) for key in given for known in self._keys)
 
 
-def _given_keys(scope: Scope) -> list[str]:
+def _given_keys(scope: Scope) -> Iterator[str]:
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    keys = [key.strip()] if scheme.lower() == "bearer" else []
-    protocols = scope.get("subprotocols", ())
-    return keys + [
-        each.removeprefix(SUBPROTOCOL_KEY) for each in protocols if each.startswith(SUBPROTOCOL_KEY)
-    ]
+    if scheme.lower() == "bearer":
+        yield key.strip()
+    for protocol in scope.get("subprotocols", ()):
+        if protocol.startswith(SUBPROTOCOL_KEY):
+            yield protocol.removeprefix(SUBPROTOCOL_KEY)
+        elif protocol.startswith(SUBPROTOCOL_ENCODED_KEY):
+            encoded = protocol.removeprefix(SUBPROTOCOL_ENCODED_KEY)
+            with suppress(binascii.Error, UnicodeDecodeError):
+                yield base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
 
 
 def _refusal(scope: Scope) -> HttpError:

@@ -1,5 +1,6 @@
 """What a server is started with, apart from its engine."""
 
+import re
 from typing import Literal, get_args
 
 import msgspec
@@ -28,6 +29,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What clients may call the model; the first is in answers. None: as it was given."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may use the server; "*": all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that clients may reach the server by, beside the machine's own; "*.a.example": all below; "*": any."""
     max_request_bytes: int = 16 << 20
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
@@ -45,6 +48,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.port <= MAX_PORT:
             raise ParameterError("port", self.port, f"must be in [0, {MAX_PORT}]")
+        for name in self.allowed_hosts:
+            if not re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?", name, re.ASCII):
+                raise ParameterError("allowed_host", name, "must be a name, without scheme and port")
         if self.max_request_bytes < 1:
             raise ParameterError("max_request_bytes", self.max_request_bytes, "must be positive")
         if not 0 <= self.shutdown_timeout_s < float("inf"):

@@ -92,6 +92,12 @@ class _ModelList(msgspec.Struct):
     data: list[_Model]
 
 
+class _Refusal(msgspec.Struct):
+    """The body of an answer that is no 101."""
+
+    error: _Error
+
+
 _decoder = msgspec.json.Decoder(_Event)
 
 
@@ -149,7 +155,9 @@ def _connect(address: ServerAddress, model: str | None, headers: dict[str, str])
         )
     except InvalidStatus as error:
         status = error.response.status_code
-        if status in (401, 403):
+        if status == 403:
+            raise FailedError(f"{address.url} refuses to talk: {_message(error.response.body)}") from None
+        if status == 401:
             what = "refuses this key" if headers else "wants a key"
             raise FailedError(f"{address.url} {what}: give the right one with --api-key") from None
         raise FailedError(
@@ -164,6 +172,14 @@ def _connect(address: ServerAddress, model: str | None, headers: dict[str, str])
         ) from None
     except WebSocketException as error:
         raise FailedError(f"{address.url} is no server for segue chat: {one_line(str(error))}") from None
+
+
+def _message(body: bytes | bytearray | None) -> str:
+    """Of a server's error."""
+    try:
+        return one_line(msgspec.json.decode(body or b"", type=_Refusal).error.message)
+    except msgspec.DecodeError:
+        return "it does not say why"
 
 
 def _max_model_len(address: ServerAddress, model: str, headers: dict[str, str]) -> int | None:

@@ -9,6 +9,12 @@ export const key = {
   headers: () => (key.get() ? { authorization: `Bearer ${key.get()}` } : {}),
 };
 
+/** A subprotocol has no "/" and no "=" in it; a key may. */
+function base64url(text) {
+  const bytes = String.fromCharCode(...new TextEncoder().encode(text));
+  return btoa(bytes).replaceAll("+", "-").replaceAll("/", "_").replaceAll("=", "");
+}
+
 export class Session {
   /** `on.event(event)`, `on.state("open" | "lost")` and `on.needsKey()` are called as things happen. */
   constructor(on) {
@@ -27,7 +33,7 @@ export class Session {
     const url = new URL(`/v1/realtime?${query}`, location.href);
     url.protocol = url.protocol.replace("http", "ws");
     const protocols = ["realtime"];
-    if (key.get()) protocols.push(`openai-insecure-api-key.${key.get()}`);
+    if (key.get()) protocols.push(`segue-api-key.${base64url(key.get())}`);
     this.socket = new WebSocket(url, protocols);
     this.socket.onopen = () => this.opened();
     this.socket.onmessage = (message) => this.received(JSON.parse(message.data));
