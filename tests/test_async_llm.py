@@ -557,10 +557,19 @@ def test_input_that_outgrows_the_model(llm: AsyncLLM) -> None:
     async def source() -> AsyncIterator[StreamingInput]:
         yield StreamingInput([5] * 200)
         yield StreamingInput([5] * 100)
+        yield StreamingInput([6])
 
     async def test() -> None:
-        with pytest.raises(RequestFailed, match="max_model_len=256"):
-            await last(llm.generate(source(), PARAMS))
+        ended = [
+            output.outputs[0]
+            async for output in llm.generate(source(), PARAMS)
+            if output.outputs[0].finish_reason is not None
+        ]
+        first, refused, second = ended[:3]
+        assert (refused.finish_reason, refused.token_ids) == (FinishReason.ERROR, [])
+        assert "max_model_len=256" in (refused.error or "")
+        assert first.token_ids
+        assert second.token_ids
         await check_all_is_free(llm)
 
     run(test)

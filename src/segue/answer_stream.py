@@ -199,7 +199,7 @@ class Answers:
         if self._reader is None:  # with streaming input the engine's request goes on with the next turn
             for name in processed.aborts:
                 self._abort_answer(turn, name)
-        if output.finish_reason is FinishReason.ERROR:
+        if output.finish_reason is FinishReason.ERROR and output.finished:
             self._end(RequestFailed(f"request {self.request_id} failed: {output.error}"))
         elif turn.processor.is_finished(self.request_id):
             self._end_turn(last=output.finished or self._reader is None)

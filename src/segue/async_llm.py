@@ -89,8 +89,9 @@ class AsyncLLM:
         The prompt may be an asynchronous iterator of chunks. Each is answered, in order; chunks that come while an
         answer runs wait for its end. `outputs[0].finish_reason` says that a chunk's answer is complete, `finished`
         that it was the last one. `keep` says what of an answer stays in front of the next chunk: "computed", all but
-        the last token, which the model has drawn and not read; or "all". An exception of the iterator aborts the
-        request and is raised by the stream, like the errors of a chunk.
+        the last token, which the model has drawn and not read; or "all". A chunk that does not fit after what came
+        before is left out, with `FinishReason.ERROR` and `error`, and the next one is answered. An exception of the
+        iterator aborts the request and is raised by the stream, like the other errors of a chunk.
         """
         answers = self._start(prompt, sampling_params, request_id, priority, keep, as_deltas=False)
         return AnswerStream(self, answers, answers.take_output)

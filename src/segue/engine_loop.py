@@ -37,8 +37,9 @@ T = TypeVar("T")
 class Channel:
     """One request's line to the engine. Any thread may call.
 
-    A command that the engine refuses (a chunk that no longer fits) fails the request: its handler gets an output
-    with `FinishReason.ERROR`. Nothing comes after an output that is `finished`, after `abort`, or after EngineDead.
+    A command that the engine refuses fails the request: its handler gets an output with `FinishReason.ERROR`. A chunk
+    that does not fit after the history is only left out, and the output is not `finished`. Nothing comes after an
+    output that is `finished`, after `abort`, or after EngineDead.
     """
 
     def __init__(

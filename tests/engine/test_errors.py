@@ -10,7 +10,7 @@ from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.outputs import FinishReason
 from segue.errors import CapacityError, ParameterError, UsageError
 from segue.sample.params import SamplingParams
-from tests.engine.harness import Harness, draft_model, greedy, ngram
+from tests.engine.harness import Harness, draft_model, greedy, ngram, plain_turns
 
 DEPTHS = (1, 2, 3)
 
@@ -245,11 +245,6 @@ def test_the_longest_prompt_gets_one_token() -> None:
             lambda engine: engine.fork("open", "new", -1),
             "num_tokens=-1: must be in [0, 3], the history there is",
         ),
-        (
-            lambda engine: engine.add_chunk("open", [2] * 62, greedy(1)),
-            "the input has 65 tokens and max_model_len=64 must hold it and the answer: "
-            "shorten it or raise max_model_len",
-        ),
         (lambda engine: engine.metrics_of("gone"), "request_id='gone': is no unfinished request"),
     ],
 )
@@ -265,20 +260,43 @@ def test_bad_calls_on_sessions_are_refused(call: Callable[[Any], object], messag
     harness.assert_all_free()
 
 
-def test_a_queued_chunk_that_no_longer_fits_ends_its_session_with_the_numbers() -> None:
-    """What is queued was within the limit by itself; the answers before it have used up the room."""
+@pytest.mark.parametrize("is_queued", [False, True])
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_chunk_that_does_not_fit_is_left_out_and_its_session_goes_on(
+    *, is_queued: bool, is_answered: bool
+) -> None:
+    """The same for one that waits for its turn, whose answer uses up the room, and for one whose turn has come."""
     harness = Harness(max_model_len=32, num_kv_blocks=4)
-    harness.add("a", [2, 3, 4], greedy(None, ignore_eos=True), resumable=True)
-    harness.step()
-    harness.engine.add_chunk("a", [5, 6], greedy(4))
+    answer = greedy(20, ignore_eos=True)
+    harness.add("a", [2, 3, 4], answer, resumable=True)
+    if not is_queued:
+        harness.run_until_turn_ends("a")
+    harness.engine.add_chunk("a", [5] * 12, greedy(4) if is_answered else None)
+    harness.engine.add_chunk("a", [6, 7], greedy(4, ignore_eos=True))
+    refused = []
+    while harness.engine.has_unfinished_requests():
+        refused += [each for each in harness.step() if each.error is not None]
+    (refusal,) = refused
+    assert (refusal.finish_reason, refusal.finished, refusal.token_ids) == (FinishReason.ERROR, False, ())
+    assert refusal.error is not None
+    assert refusal.error.startswith("the input has 34 tokens and max_model_len=32 must hold it")
+    plain = harness.plain()
+    first, second = plain_turns(plain, [([2, 3, 4], answer), ([6, 7], greedy(4, ignore_eos=True))])
+    assert harness.said["a"].token_ids == first + second
+    harness.engine.end_input("a")
     harness.run()
-    end = harness.said["a"].end
-    assert end.finish_reason is FinishReason.ERROR
-    assert end.error == (
-        "the input has 33 tokens and max_model_len=32 must hold it and the answer: "
-        "shorten it or raise max_model_len"
-    )
+    assert harness.said["a"].end.finish_reason is FinishReason.STOP
     harness.assert_all_free()
+
+
+def test_there_must_be_something_to_answer() -> None:
+    harness = Harness()
+    harness.add("a", [2, 3, 4], None, resumable=True)
+    harness.engine.truncate("a", 0)
+    harness.engine.add_chunk("a", [], greedy(1))
+    harness.engine.add_chunk("a", [5], greedy(1))
+    harness.run()
+    assert harness.said["a"].token_ids == harness.expect([5], greedy(1)).token_ids
 
 
 def test_what_can_never_fit_is_refused_at_once() -> None:

@@ -267,18 +267,19 @@ def test_ids_are_known_here(engine: EngineProcess) -> None:
     assert len(tokens_of(drain(engine), "a")) == 12
 
 
-def test_a_chunk_that_no_longer_fits_fails_its_request_alone(engine: EngineProcess) -> None:
+def test_a_chunk_that_does_not_fit_is_left_out(engine: EngineProcess) -> None:
     engine.add_request("a", [5] * 200, None, resumable=True)
     engine.add_request("b", [5], PARAMS)
     engine.add_chunk("a", [5] * 100, PARAMS)
+    engine.add_chunk("a", [6], PARAMS)
     outputs = drain(engine)
-    (failed,) = [each for each in outputs if each.request_id == "a"]
-    assert failed.finish_reason is FinishReason.ERROR
-    assert failed.finished
-    assert "max_model_len=256" in (failed.error or "")
-    assert len(tokens_of(outputs, "b")) == 12
-    with pytest.raises(ParameterError):
-        engine.add_chunk("a", [5], PARAMS)
+    (refused,) = [each for each in outputs if each.error is not None]
+    assert (refused.request_id, refused.finish_reason) == ("a", FinishReason.ERROR)
+    assert not refused.finished
+    assert "max_model_len=256" in (refused.error or "")
+    assert len(tokens_of(outputs, "a")) == len(tokens_of(outputs, "b")) == 12
+    assert engine.snapshot("a").requests[0].num_tokens == 212
+    engine.abort_request("a")
 
 
 def test_a_fork_that_cannot_be_fails_the_new_request(engine: EngineProcess) -> None:

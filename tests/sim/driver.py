@@ -91,22 +91,27 @@ class Client:
     input_open: bool = True
     num_interrupts: int = 0
     """Turns that were cut off and whose end has not been reported yet."""
+    num_refused: int = 0
+    """Chunks that do not fit, of which the engine has not said so yet."""
     was_restarted: bool = False
     """The engine that serves it now is not the one that it was sent to."""
 
     def begin(self) -> None:
         """Work out the next answer, if one is due."""
         while self.expected is None and self.chunks:
-            ids, params = self.chunks[0]
-            if len(self.plain.history) + len(ids) > self.plain.max_model_len - (params is not None):
-                return
-            self.chunks.popleft()
+            ids, params = self.chunks.popleft()
+            length = len(self.plain.history) + len(ids)
+            if length > self.plain.max_model_len - (params is not None) or (
+                length == 0 and params is not None
+            ):
+                self.num_refused += 1
+                continue
             self.expected = self.plain.turn(ids, params)
             self.got = None
 
     @property
     def is_waiting(self) -> bool:
-        return self.expected is not None or bool(self.chunks)
+        return self.expected is not None or bool(self.chunks) or self.num_refused > 0
 
 
 class World:
@@ -202,11 +207,7 @@ class World:
         del self.clients[client.request_id]
 
     def send_chunk(self, client: Client, ids: list[int], params: SamplingParams | None) -> None:
-        """Nothing is sent when the user can know that it would be refused."""
-        if not client.is_waiting:
-            room = self.setup.config.max_model_len - (params is not None)
-            if len(client.plain.history) + len(ids) > room or not (client.plain.history or ids):
-                return
+        """Also what does not fit: it is refused, and nothing else changes."""
         self.tell("add_chunk", request_id=client.request_id, token_ids=ids, params=params)
         client.chunks.append((ids, params))
         client.begin()
@@ -313,12 +314,12 @@ class World:
     def _receive_error(self, client: Client, output: EngineOutput) -> None:
         message = output.error or ""
         require("\n" not in message and bool(message), f"error message {message!r}")
-        if "max_model_len" in message:
-            require(client.expected is None and bool(client.chunks), f"{client.request_id}: {message}")
-        else:
-            injected = any(text in message for text in ("injected", "not finite", "an earlier step"))
-            require(self.setup.faults and injected, f"{client.request_id}: {message}")
-        require(output.finished, "an error is the end")
+        if not output.finished:
+            require(client.num_refused > 0 and not output.token_ids, f"{client.request_id}: {message}")
+            client.num_refused -= 1
+            return
+        injected = any(text in message for text in ("injected", "not finite", "an earlier step"))
+        require(self.setup.faults and injected, f"{client.request_id}: {message}")
         del self.clients[client.request_id]
 
 

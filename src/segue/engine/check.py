@@ -38,7 +38,7 @@ def check_chunk(
     *,
     resumable: bool = True,
 ) -> "array[int]":
-    """The ids of a chunk of input, typecode 'i'; what it is added to is checked when its turn comes."""
+    """The ids of a chunk of input, typecode 'i'; `check_turn` says whether it fits after what there is."""
     try:
         ids = array("i", token_ids)
     except (TypeError, OverflowError):
@@ -50,12 +50,19 @@ def check_chunk(
         params.check_vocab(vocab_size)
         if resumable and params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
-    check_length(config, len(ids), params)
+    _check_length(config, len(ids), params)
     return ids
 
 
-def check_length(config: EngineConfig, length: int, params: SamplingParams | None) -> None:
-    """Raises CapacityError when so many tokens and, with `params`, one of an answer do not fit."""
+def check_turn(config: EngineConfig, history_len: int, num_new: int, params: SamplingParams | None) -> None:
+    """Whether a chunk of so many tokens can go on after a history of `history_len`. Raises CapacityError when they and,
+    with `params`, one token of an answer do not fit, ParameterError when there is nothing to answer."""
+    if params is not None and history_len + num_new == 0:
+        raise ParameterError("token_ids", [], "there is nothing to answer; give at least one token")
+    _check_length(config, history_len + num_new, params)
+
+
+def _check_length(config: EngineConfig, length: int, params: SamplingParams | None) -> None:
     room = config.max_model_len - (params is not None)
     if length > room:
         raise CapacityError(

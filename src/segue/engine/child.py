@@ -98,8 +98,8 @@ def _carry_out(engine: EngineClient, message: object) -> wire.Answer | EngineOut
     except UsageError as error:
         if method == "metrics_of":
             return wire.Metrics(None)
-        # The parent has checked what it can, so it does not fit, or the request has just ended. Nobody waits for an
-        # answer: the request fails, or it is not known any more and the output goes nowhere.
+        # The parent has checked what it can, so the history is shorter than it thinks, or the request has just ended.
+        # Nobody waits for an answer: the request fails, or it is not known any more and the output goes nowhere.
         request_id = arguments.get("new_request_id", arguments["request_id"])
         engine.abort_request(request_id)
         return EngineOutput(

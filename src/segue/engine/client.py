@@ -15,8 +15,8 @@ class EngineClient(Protocol):
     """The engine's own interface; see `Engine` for what the calls mean. One thread calls, except for `wake`.
 
     Every call may raise EngineDead when the engine runs in another process, which may have ended. There, what only
-    the engine can check (whether a chunk still fits after the history) is not raised by the call: the request
-    fails, and an output says so.
+    the engine can check (whether a history has so many tokens) is not raised by the call: the request fails, and an
+    output says so.
     """
 
     @property

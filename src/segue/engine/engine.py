@@ -16,13 +16,13 @@ from typing import Literal
 import msgspec
 
 from segue.engine.blocks import BlockPool
-from segue.engine.check import check_chunk, check_length, check_request
+from segue.engine.check import check_chunk, check_request, check_turn
 from segue.engine.config import EngineConfig
 from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, FinishReason, RequestMetrics
 from segue.engine.request import Chunk, Keep, Request, State, Stop, default_seed
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
 from segue.engine.timeline import Flight, Timeline
-from segue.errors import CapacityError, ParameterError
+from segue.errors import ParameterError, UsageError
 from segue.runtime.contract import Runtime, SeqResult, StepPlan, StepResult
 from segue.sample.params import SamplingParams
 from segue.speculate.adaptive import AdaptiveDrafts
@@ -108,14 +108,13 @@ class Engine:
         return request
 
     def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
-        """More input for a resumable request, queued while a turn runs. `params=None` only prefills."""
+        """More input for a resumable request, queued while a turn runs. `params=None` only prefills.
+
+        A chunk that turns out not to fit after the history, now or when its turn comes, is left out: an output with
+        `FinishReason.ERROR` that is not `finished` says so, and the request goes on as if it had not been sent.
+        """
         request = self._open_request(request_id)
         ids = check_chunk(self.config, self.vocab_size, token_ids, params)
-        if request.turn is None:
-            length = len(request.timeline.tokens) + len(ids)
-            if length == 0 and params is not None:
-                raise ParameterError("token_ids", [], "there is nothing to answer; give at least one token")
-            check_length(self.config, length, params)
         request.chunks.append(self._chunk(ids, params))
         if request.turn is None:
             self._go_on(request)
@@ -297,10 +296,10 @@ class Engine:
         while request.chunks and request.turn is None:
             chunk = request.chunks.popleft()
             try:
-                check_length(self.config, len(request.timeline.tokens) + len(chunk.token_ids), chunk.params)
-            except CapacityError as error:
-                self._fail(request, str(error))
-                return
+                check_turn(self.config, len(request.timeline.tokens), len(chunk.token_ids), chunk.params)
+            except UsageError as error:
+                self._outputs.append(_refusal(request, error))
+                continue
             self.pool.release(request.fold(chunk, self.config))
         if request.has_work:
             self.scheduler.enqueue(request)
@@ -381,6 +380,16 @@ class Engine:
             self._worker.shutdown(wait=True)
         self._in_flight.clear()
         self._runtime.close()
+
+
+def _refusal(request: Request, error: UsageError) -> EngineOutput:
+    """A chunk of it is left out; it goes on."""
+    return EngineOutput(
+        request_id=request.id,
+        finish_reason=FinishReason.ERROR,
+        metrics=request.snapshot(),
+        error=str(error),
+    )
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepResult:

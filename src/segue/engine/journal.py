@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import msgspec
 
 from segue.engine import wire
-from segue.engine.check import check_length
+from segue.engine.check import check_turn
 from segue.engine.config import EngineConfig
 from segue.engine.outputs import EngineOutput, FinishReason
 from segue.engine.request import Keep
-from segue.errors import CapacityError
+from segue.errors import UsageError
 from segue.sample.params import SamplingParams
 
 
@@ -47,14 +47,13 @@ class HeldRequest(msgspec.Struct, eq=False, kw_only=True):
     input_ended: bool = False
 
     def fold(self, config: EngineConfig) -> None:
-        """Between turns: take in the chunks that wait, up to one that is answered or does not fit."""
+        """Between turns: take in the chunks that wait, up to one that is answered."""
         while self.chunks and self.params is None:
-            chunk = self.chunks[0]
+            chunk = self.chunks.popleft()
             try:
-                check_length(config, len(self.tokens) + len(chunk.token_ids), chunk.params)
-            except CapacityError:
-                return  # the engine says so
-            self.chunks.popleft()
+                check_turn(config, len(self.tokens), len(chunk.token_ids), chunk.params)
+            except UsageError:
+                continue  # the engine leaves it out, and has said so
             self.tokens.extend(chunk.token_ids)
             self.params, self.output_start = chunk.params, len(self.tokens)
 
@@ -62,6 +61,8 @@ class HeldRequest(msgspec.Struct, eq=False, kw_only=True):
         """The engine has said this, and the request goes on."""
         if output.finish_reason is FinishReason.ABORT:
             return  # told by a `truncate`, which is carried out
+        if output.finish_reason is FinishReason.ERROR:
+            return  # about a chunk that is left out, here as well
         self.tokens.extend(output.token_ids)
         if output.finish_reason is not None:
             self.params = None

@@ -16,6 +16,7 @@ class FinishReason(StrEnum):
     """`max_tokens` or `max_model_len`."""
     ABORT = "abort"
     ERROR = "error"
+    """The request failed; or, where the output is not `finished`, a chunk of its input was left out."""
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):

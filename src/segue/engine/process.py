@@ -144,7 +144,7 @@ class EngineProcess:
         )
 
     def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
-        """As `Engine.add_chunk`, but a chunk that does not fit after the history fails the request."""
+        """As `Engine.add_chunk`."""
         remote = self._open_remote(request_id)
         ids = check_chunk(self.config, self.vocab_size, token_ids, params)
         params = _with_seed(params, remote)

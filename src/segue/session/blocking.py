@@ -123,7 +123,7 @@ class BlockingSession:
         for output in outputs:
             if output.finish_reason is FinishReason.ERROR:
                 # The session has its ids; the next command starts anew with them.
-                self._request_id = None
+                self._drop()
                 raise RequestFailed(output.error or "the request failed")
         return outputs
 

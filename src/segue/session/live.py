@@ -171,8 +171,11 @@ class Session:
             self._answer.receive(output)
 
     def _lose(self, error: EngineDead | RequestFailed) -> None:
-        """The engine dropped the request. The session has its ids; the next command starts anew with them."""
-        self._channel = None
+        """The request failed, or a part of its input did. The session has its ids; the next command starts anew with
+        them."""
+        if self._channel is not None:
+            self._channel.abort()  # it may live on, without that part
+            self._channel = None
         self._num_discarded = 0
         if self._answer is not None:
             self._answer.fail(error)
