@@ -671,7 +671,8 @@ void Model::logits(const std::vector<int32_t>& tokens, float* out) {
         const int rows = std::min(kStepRows, total - first);
         input.tokens.assign(tokens.begin() + first, tokens.begin() + first + rows);
         input.blocks = {0};
-        input.sequences.push_back({.start = first,
+        input.sequences.push_back({.index = 0,
+                                   .start = first,
                                    .first_input = 0,
                                    .num_inputs = rows,
                                    .num_drafts = 0,

@@ -65,7 +65,6 @@ struct ModelBuilder {
 struct PyModel {
     std::vector<nb::object> keep_alive;
     Model model;
-    StepReader reader;
 
     PyModel(ModelBuilder& builder, ModelSizes sizes, const std::map<std::string, int>& widths, const std::string& isa,
             int threads, bool kv_f32)
@@ -73,7 +72,7 @@ struct PyModel {
           model(std::move(sizes), builder.program, widths, builder.tensors, choose_kernels(isa), threads, kv_f32) {}
 
     nb::tuple forward(nb::handle seqs, nb::handle copies) {
-        const StepInput input = reader.read(seqs, copies, model);
+        const StepInput input = read_step(seqs, copies, model);
         StepOutput output;
         {
             nb::gil_scoped_release release;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,7 @@ namespace segue {
 // One sequence's part of a step; see SeqStep in segue/runtime/contract.py. Its inputs are
 // StepInput.tokens[first_input, first_input + num_inputs): its tokens, then its drafts.
 struct SequenceInput {
+    int index;  // in the step
     int start;
     int first_input;
     int num_inputs;
@@ -27,10 +29,12 @@ struct SequenceInput {
     int num_prompt_logprobs = 0;
 
     int num_tokens() const { return num_inputs - num_drafts; }
+    int num_samples() const { return sampling == nullptr ? 0 : 1 + num_drafts; }
 };
 
 struct StepInput {
-    std::vector<SequenceInput> sequences;
+    std::vector<SequenceInput> sequences;             // those that are computed
+    std::vector<std::pair<int, std::string>> refused;  // index in the step, and why, in one line
     std::vector<int32_t> tokens;
     std::vector<int32_t> blocks;
     std::vector<int32_t> targets;

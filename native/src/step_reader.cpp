@@ -1,8 +1,7 @@
 #include "step_reader.hpp"
 
-#include <nanobind/stl/pair.h>
-
 #include <algorithm>
+#include <stdexcept>
 #include <string>
 
 namespace nb = nanobind;
@@ -10,13 +9,17 @@ namespace nb = nanobind;
 namespace segue {
 namespace {
 
-constexpr size_t kMaxSpecs = 4096;
-
-[[noreturn]] void refuse(const std::string& why) { throw nb::value_error(why.c_str()); }
+// Why something cannot be computed, in one line that names the field. segue/runtime/refusal.py uses the same words.
+struct Refusal : std::invalid_argument {
+    Refusal(const char* field, const std::string& why) : std::invalid_argument(std::string(field) + ": " + why) {}
+};
 
 // An attribute of SeqStep or Sampling, interned once.
 struct Name {
-    explicit Name(const char* name) : interned(PyUnicode_InternFromString(name)) {}
+    explicit Name(const char* name) : text(name), interned(PyUnicode_InternFromString(name)) {
+        if (interned == nullptr) throw nb::python_error();
+    }
+    const char* text;
     PyObject* interned;  // lives as long as the module
 };
 
@@ -26,58 +29,85 @@ nb::object get(nb::handle object, const Name& name) {
     return nb::steal(value);
 }
 
-int to_int(nb::handle value) {
+// Turns a pending TypeError, ValueError or OverflowError into a refusal; raises anything else.
+[[noreturn]] void refuse_pending(const char* what, const char* why) {
+    nb::python_error error;
+    if (!error.matches(PyExc_TypeError) && !error.matches(PyExc_ValueError) && !error.matches(PyExc_OverflowError)) {
+        throw error;
+    }
+    throw Refusal(what, why);
+}
+
+int to_int(nb::handle value, const char* what) {
     int overflow = 0;
     const long number = PyLong_AsLongAndOverflow(value.ptr(), &overflow);
-    if (number == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
-    if (overflow != 0 || number != static_cast<int>(number)) refuse("a number does not fit 32 bits");
+    if (number == -1 && PyErr_Occurred() != nullptr) refuse_pending(what, "expected an integer");
+    if (overflow != 0 || number != static_cast<int>(number)) throw Refusal(what, "a number does not fit 32 bits");
     return static_cast<int>(number);
 }
 
-int get_int(nb::handle object, const Name& name) { return to_int(get(object, name)); }
+int get_int(nb::handle object, const Name& name) { return to_int(get(object, name), name.text); }
 
-float get_float(nb::handle object, const Name& name) {
-    const double value = PyFloat_AsDouble(get(object, name).ptr());
-    if (value == -1.0 && PyErr_Occurred() != nullptr) throw nb::python_error();
-    return static_cast<float>(value);
+float to_float(nb::handle value, const char* what) {
+    const double number = PyFloat_AsDouble(value.ptr());
+    if (number == -1.0 && PyErr_Occurred() != nullptr) refuse_pending(what, "expected a number");
+    return static_cast<float>(number);
+}
+
+float get_float(nb::handle object, const Name& name) { return to_float(get(object, name), name.text); }
+
+uint64_t get_uint64(nb::handle object, const Name& name) {
+    const uint64_t number = PyLong_AsUnsignedLongLong(get(object, name).ptr());
+    if (number == UINT64_MAX && PyErr_Occurred() != nullptr) refuse_pending(name.text, "expected an unsigned integer");
+    return number;
 }
 
 // Calls visit(item) for every item of a list, tuple or any other sequence; returns how many there are.
 template <class Visit>
-size_t for_each(nb::handle sequence, const Visit& visit) {
+size_t for_each(nb::handle sequence, const char* what, const Visit& visit) {
     const nb::object fast = nb::steal(PySequence_Fast(sequence.ptr(), "expected a sequence"));
-    if (!fast.is_valid()) throw nb::python_error();
+    if (!fast.is_valid()) refuse_pending(what, "expected a sequence");
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
     PyObject** items = PySequence_Fast_ITEMS(fast.ptr());
     for (Py_ssize_t i = 0; i < size; ++i) visit(nb::handle(items[i]));
     return static_cast<size_t>(size);
 }
 
+int to_id(nb::handle item, int limit, const char* what) {
+    const int id = to_int(item, what);
+    if (id < 0 || id >= limit) {
+        throw Refusal(what, std::to_string(id) + " is not in [0, " + std::to_string(limit) + ")");
+    }
+    return id;
+}
+
 // Appends ids in [0, limit); returns how many.
 int append_ids(nb::handle sequence, int limit, const char* what, std::vector<int32_t>& to) {
-    return static_cast<int>(for_each(sequence, [&](nb::handle item) {
-        const int id = to_int(item);
-        if (id < 0 || id >= limit)
-            refuse(std::string(what) + ": " + std::to_string(id) + " is not in [0, " + std::to_string(limit) + ")");
-        to.push_back(id);
-    }));
+    return static_cast<int>(for_each(sequence, what, [&](nb::handle item) { to.push_back(to_id(item, limit, what)); }));
+}
+
+int append_ids(nb::handle object, const Name& name, int limit, std::vector<int32_t>& to) {
+    return append_ids(get(object, name), limit, name.text, to);
 }
 
 // The first `size` ids of an array('i').
-std::vector<int32_t> read_history(nb::handle history, int size, int vocab_size) {
+std::vector<int32_t> read_history(nb::handle history, const char* what, int size, int vocab_size) {
     Py_buffer buffer;
-    if (PyObject_GetBuffer(history.ptr(), &buffer, PyBUF_CONTIG_RO) != 0) throw nb::python_error();
+    if (PyObject_GetBuffer(history.ptr(), &buffer, PyBUF_CONTIG_RO) != 0) {
+        refuse_pending(what, "expected an array of 32-bit integers");
+    }
     std::vector<int32_t> ids;
-    const bool fits =
-        buffer.itemsize == sizeof(int32_t) && buffer.len >= static_cast<Py_ssize_t>(size) * buffer.itemsize;
-    if (fits) {
+    const bool is_int32 = buffer.itemsize == sizeof(int32_t);
+    const bool is_long_enough = buffer.len >= static_cast<Py_ssize_t>(size) * buffer.itemsize;
+    if (is_int32 && is_long_enough) {
         const auto* first = static_cast<const int32_t*>(buffer.buf);
         ids.assign(first, first + size);
     }
     PyBuffer_Release(&buffer);
-    if (!fits) refuse("history: fewer ids than positions");
+    if (!is_int32) throw Refusal(what, "expected an array of 32-bit integers");
+    if (!is_long_enough) throw Refusal(what, "fewer ids than positions");
     const auto known = [&](int32_t id) { return 0 <= id && id < vocab_size; };
-    if (!std::all_of(ids.begin(), ids.end(), known)) refuse("history: an id is not in the vocabulary");
+    if (!std::all_of(ids.begin(), ids.end(), known)) throw Refusal(what, "an id is not in the vocabulary");
     return ids;
 }
 
@@ -94,9 +124,12 @@ struct SamplingNames {
     Name banned{"banned"}, banned_until{"banned_until"}, seed{"seed"}, num_logprobs{"num_logprobs"};
 };
 
-const SeqNames& seq_names() {
-    static const SeqNames names;
-    return names;
+std::pair<int32_t, float> read_bias(nb::handle item, int vocab_size, const char* what) {
+    PyObject* const* pair = PyTuple_Check(item.ptr()) && PyTuple_GET_SIZE(item.ptr()) == 2
+                                ? PySequence_Fast_ITEMS(item.ptr())
+                                : nullptr;
+    if (pair == nullptr) throw Refusal(what, "expected pairs of an id and a number");
+    return {to_id(pair[0], vocab_size, what), to_float(pair[1], what)};
 }
 
 SamplingSpec read_sampling(nb::handle sampling, int vocab_size) {
@@ -110,16 +143,46 @@ SamplingSpec read_sampling(nb::handle sampling, int vocab_size) {
     spec.presence_penalty = get_float(sampling, names.presence_penalty);
     spec.frequency_penalty = get_float(sampling, names.frequency_penalty);
     spec.output_start = get_int(sampling, names.output_start);
-    for_each(get(sampling, names.logit_bias), [&](nb::handle item) {
-        const auto [id, bias] = nb::cast<std::pair<int32_t, float>>(item);
-        if (id < 0 || id >= vocab_size) refuse("logit_bias: an id is not in the vocabulary");
-        spec.logit_bias.emplace_back(id, bias);
-    });
-    append_ids(get(sampling, names.banned), vocab_size, "banned", spec.banned);
+    const char* const bias = names.logit_bias.text;
+    for_each(get(sampling, names.logit_bias), bias,
+             [&](nb::handle item) { spec.logit_bias.push_back(read_bias(item, vocab_size, bias)); });
+    append_ids(sampling, names.banned, vocab_size, spec.banned);
     spec.banned_until = get_int(sampling, names.banned_until);
-    spec.seed = nb::cast<uint64_t>(get(sampling, names.seed));
+    spec.seed = get_uint64(sampling, names.seed);
     const nb::object num_logprobs = get(sampling, names.num_logprobs);
-    spec.num_logprobs = num_logprobs.is_none() ? -1 : std::min(to_int(num_logprobs), vocab_size);
+    if (!num_logprobs.is_none()) {
+        spec.num_logprobs = std::min(to_int(num_logprobs, names.num_logprobs.text), vocab_size);
+        if (spec.num_logprobs < 0) throw Refusal(names.num_logprobs.text, "must be 0 or more");
+    }
+    return spec;
+}
+
+// What Sampling's __dict__ keeps: it is frozen and lives as long as its request, and so does this.
+struct CachedSpec {
+    static constexpr const char* kName = "segue.SamplingSpec";
+    int vocab_size;  // that its ids were checked for
+    std::shared_ptr<const SamplingSpec> spec;
+};
+
+std::shared_ptr<const SamplingSpec> spec_of(nb::handle sampling, int vocab_size) {
+    static const Name key{"_native"};
+    const nb::object dict = nb::steal(PyObject_GenericGetDict(sampling.ptr(), nullptr));
+    if (!dict.is_valid()) {  // no Sampling: reading it says so
+        PyErr_Clear();
+        return std::make_shared<const SamplingSpec>(read_sampling(sampling, vocab_size));
+    }
+    if (PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.interned)) {
+        const auto* cached = static_cast<const CachedSpec*>(PyCapsule_GetPointer(found, CachedSpec::kName));
+        if (cached == nullptr) throw nb::python_error();
+        if (cached->vocab_size == vocab_size) return cached->spec;
+    }
+    auto cached = std::make_unique<CachedSpec>(
+        CachedSpec{vocab_size, std::make_shared<const SamplingSpec>(read_sampling(sampling, vocab_size))});
+    std::shared_ptr<const SamplingSpec> spec = cached->spec;
+    const nb::capsule owner(cached.get(), CachedSpec::kName,
+                            [](void* p) noexcept { delete static_cast<CachedSpec*>(p); });
+    cached.release();
+    if (PyDict_SetItem(dict.ptr(), key.interned, owner.ptr()) != 0) throw nb::python_error();
     return spec;
 }
 
@@ -127,18 +190,80 @@ bool needs_history(const SamplingSpec& spec) {
     return spec.repetition_penalty != 1.0f || spec.presence_penalty != 0.0f || spec.frequency_penalty != 0.0f;
 }
 
-std::vector<std::vector<uint8_t>> read_masks(nb::handle rows, int num_rows, int vocab_size) {
+std::vector<std::vector<uint8_t>> read_masks(nb::handle rows, const char* what, int num_rows, int vocab_size) {
     std::vector<std::vector<uint8_t>> masks;
-    for_each(rows, [&](nb::handle row) {
+    for_each(rows, what, [&](nb::handle row) {
         std::vector<uint8_t>& mask = masks.emplace_back();
         if (row.is_none()) return;
-        const nb::bytes bytes = nb::cast<nb::bytes>(row);
-        if (bytes.size() * 8 < static_cast<size_t>(vocab_size)) refuse("masks: too few bits for the vocabulary");
-        const auto* begin = static_cast<const uint8_t*>(bytes.data());
-        mask.assign(begin, begin + bytes.size());
+        if (!PyBytes_Check(row.ptr())) throw Refusal(what, "expected bytes");
+        const auto* begin = reinterpret_cast<const uint8_t*>(PyBytes_AS_STRING(row.ptr()));
+        mask.assign(begin, begin + PyBytes_GET_SIZE(row.ptr()));
+        if (mask.size() * 8 < static_cast<size_t>(vocab_size)) throw Refusal(what, "too few bits for the vocabulary");
     });
-    if (!masks.empty() && masks.size() != static_cast<size_t>(num_rows)) refuse("masks: one for each sampled row");
+    if (!masks.empty() && masks.size() != static_cast<size_t>(num_rows)) {
+        throw Refusal(what, std::to_string(masks.size()) + " for " + std::to_string(num_rows) + " sampled rows");
+    }
     return masks;
+}
+
+void read_sequence(nb::handle seq, int index, const Model& model, StepInput& input) {
+    static const SeqNames names;
+    const int vocab_size = model.sizes().vocab_size;
+    if (!get(seq, names.after).is_none()) throw Refusal("after", "must be resolved before it is executed");
+    SequenceInput s;
+    s.index = index;
+    s.start = get_int(seq, names.start);
+    s.first_input = static_cast<int>(input.tokens.size());
+    s.first_block = static_cast<int>(input.blocks.size());
+    s.first_target = static_cast<int>(input.targets.size());
+    const int num_tokens = append_ids(seq, names.tokens, vocab_size, input.tokens);
+    s.num_drafts = append_ids(seq, names.drafts, vocab_size, input.tokens);
+    s.num_inputs = num_tokens + s.num_drafts;
+    if (num_tokens == 0) throw Refusal("tokens", "none");
+    if (s.start < 0) throw Refusal("start", "must be 0 or more");
+    if (s.start > model.sizes().max_model_len - s.num_inputs) {
+        throw Refusal("start", "the sequence is longer than " + std::to_string(model.sizes().max_model_len) +
+                                   " tokens, the most that the model can be given");
+    }
+    const int64_t slots = static_cast<int64_t>(model.kv().block_size()) *
+                          append_ids(seq, names.blocks, model.kv().num_blocks(), input.blocks);
+    if (slots < s.start + s.num_inputs) throw Refusal("blocks", "too few for the sequence's positions");
+    s.num_targets = append_ids(seq, names.prompt_targets, vocab_size, input.targets);
+    if (s.num_targets > s.num_inputs) throw Refusal("prompt_targets", "more than inputs");
+    s.num_prompt_logprobs = std::min(get_int(seq, names.num_prompt_logprobs), vocab_size);
+    if (s.num_prompt_logprobs < 0) throw Refusal("num_prompt_logprobs", "must be 0 or more");
+
+    const nb::object sampling = get(seq, names.sampling);
+    if (!sampling.is_none()) {
+        s.sampling = spec_of(sampling, vocab_size);
+        if (needs_history(*s.sampling)) {
+            s.history = read_history(get(seq, names.history), names.history.text, s.start + num_tokens, vocab_size);
+            const auto drafts = input.tokens.end() - s.num_drafts;
+            s.history.insert(s.history.end(), drafts, input.tokens.end());
+        }
+        s.masks = read_masks(get(seq, names.masks), names.masks.text, 1 + s.num_drafts, vocab_size);
+    }
+    input.sequences.push_back(std::move(s));
+}
+
+// Reads a sequence, or says in `refused` why it cannot be computed and leaves nothing else of it behind.
+void read_or_refuse(nb::handle seq, int index, const Model& model, StepInput& input) {
+    const size_t num_tokens = input.tokens.size();
+    const size_t num_blocks = input.blocks.size();
+    const size_t num_targets = input.targets.size();
+    std::string why;
+    try {
+        return read_sequence(seq, index, model, input);
+    } catch (const Refusal& refusal) {
+        why = refusal.what();
+    } catch (const nb::python_error& error) {  // no SeqStep at all
+        if (!error.matches(PyExc_AttributeError)) throw;
+        why = nb::str(error.value()).c_str();
+    }
+    input.tokens.resize(num_tokens);
+    input.blocks.resize(num_blocks);
+    input.targets.resize(num_targets);
+    input.refused.emplace_back(index, std::move(why));
 }
 
 nb::tuple to_python(const TokenLogprobs& row) {
@@ -157,56 +282,13 @@ std::vector<int32_t> read_ids(nb::handle sequence, int limit, const char* what) 
     return ids;
 }
 
-std::shared_ptr<const SamplingSpec> StepReader::spec_of(nb::handle sampling, int vocab_size) {
-    const auto found = specs_.find(sampling.ptr());
-    if (found != specs_.end()) return found->second.spec;
-    if (specs_.size() >= kMaxSpecs) specs_.clear();
-    auto spec = std::make_shared<const SamplingSpec>(read_sampling(sampling, vocab_size));
-    specs_.emplace(sampling.ptr(), Spec{nb::borrow(sampling), spec});
-    return spec;
-}
-
-void StepReader::read_sequence(nb::handle seq, const Model& model, StepInput& input) {
-    const SeqNames& names = seq_names();
-    const int vocab_size = model.sizes().vocab_size;
-    if (!get(seq, names.after).is_none()) refuse("after: a reference must be resolved before it is executed");
-    SequenceInput s;
-    s.start = get_int(seq, names.start);
-    s.first_input = static_cast<int>(input.tokens.size());
-    s.first_block = static_cast<int>(input.blocks.size());
-    const int num_tokens = append_ids(get(seq, names.tokens), vocab_size, "tokens", input.tokens);
-    s.num_drafts = append_ids(get(seq, names.drafts), vocab_size, "drafts", input.tokens);
-    s.num_inputs = num_tokens + s.num_drafts;
-    if (num_tokens < 1 || s.start < 0) refuse("a sequence needs at least one token, at a position of 0 or more");
-    if (s.start > model.sizes().max_model_len - s.num_inputs) refuse("a sequence is longer than max_model_len");
-    const int64_t slots = static_cast<int64_t>(model.kv().block_size()) *
-                          append_ids(get(seq, names.blocks), model.kv().num_blocks(), "blocks", input.blocks);
-    if (slots < s.start + s.num_inputs) refuse("blocks: too few for the sequence's positions");
-
-    s.first_target = static_cast<int>(input.targets.size());
-    s.num_targets = append_ids(get(seq, names.prompt_targets), vocab_size, "prompt_targets", input.targets);
-    if (s.num_targets > s.num_inputs) refuse("prompt_targets: more than inputs");
-    s.num_prompt_logprobs = std::clamp(get_int(seq, names.num_prompt_logprobs), 0, vocab_size);
-
-    const nb::object sampling = get(seq, names.sampling);
-    if (!sampling.is_none()) {
-        s.sampling = spec_of(sampling, vocab_size);
-        if (needs_history(*s.sampling)) {
-            s.history = read_history(get(seq, names.history), s.start + num_tokens, vocab_size);
-            const auto drafts = input.tokens.end() - s.num_drafts;
-            s.history.insert(s.history.end(), drafts, input.tokens.end());
-        }
-        s.masks = read_masks(get(seq, names.masks), 1 + s.num_drafts, vocab_size);
-    }
-    input.sequences.push_back(std::move(s));
-}
-
-StepInput StepReader::read(nb::handle seqs, nb::handle copies, const Model& model) {
+StepInput read_step(nb::handle seqs, nb::handle copies, const Model& model) {
     StepInput input;
-    for_each(seqs, [&](nb::handle seq) { read_sequence(seq, model, input); });
-    for_each(copies, [&](nb::handle item) {
+    int index = 0;
+    for_each(seqs, "seqs", [&](nb::handle seq) { read_or_refuse(seq, index++, model, input); });
+    for_each(copies, "copies", [&](nb::handle item) {
         std::vector<int32_t> pair = read_ids(item, model.kv().num_blocks(), "copies");
-        if (pair.size() != 2) refuse("copies: expected pairs of blocks");
+        if (pair.size() != 2) throw Refusal("copies", "expected pairs of blocks");
         input.copies.emplace_back(pair[0], pair[1]);
     });
     return input;
@@ -215,23 +297,30 @@ StepInput StepReader::read(nb::handle seqs, nb::handle copies, const Model& mode
 nb::tuple write_output(const StepInput& input, const StepOutput& output) {
     nb::list tokens;
     nb::dict logprobs;
-    for (size_t row = 0; row < output.tokens.size(); ++row) {
-        tokens.append(output.tokens[row]);
-        if (output.logprobs[row] != nullptr) logprobs[nb::int_(row)] = to_python(*output.logprobs[row]);
-    }
     nb::dict prompt_logprobs;
-    nb::set not_finite;
+    nb::dict errors;
+    for (const auto& [index, why] : input.refused) errors[nb::int_(index)] = nb::str(why.c_str());
+    size_t row = 0;
     for (size_t s = 0; s < input.sequences.size(); ++s) {
         const SequenceInput& seq = input.sequences[s];
-        if (output.not_finite[s] != 0) not_finite.add(nb::int_(s));
+        const size_t first = row;
+        row += static_cast<size_t>(seq.num_samples());
+        if (output.not_finite[s] != 0) {
+            errors[nb::int_(seq.index)] = nb::str("the model's logits are not finite (NaN or infinity)");
+            continue;
+        }
+        for (size_t r = first; r < row; ++r) {
+            if (output.logprobs[r] != nullptr) logprobs[nb::int_(nb::len(tokens))] = to_python(*output.logprobs[r]);
+            tokens.append(output.tokens[r]);
+        }
         if (seq.num_targets == 0) continue;
         nb::list targets;
         for (int i = 0; i < seq.num_targets; ++i) {
             targets.append(to_python(output.prompt_logprobs[static_cast<size_t>(seq.first_target + i)]));
         }
-        prompt_logprobs[nb::int_(s)] = targets;
+        prompt_logprobs[nb::int_(seq.index)] = targets;
     }
-    return nb::make_tuple(tokens, logprobs, prompt_logprobs, not_finite);
+    return nb::make_tuple(tokens, logprobs, prompt_logprobs, errors);
 }
 
 }  // namespace segue

@@ -57,8 +57,8 @@ class Model:
     def release_kv(self) -> None: ...
     def forward(
         self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]]
-    ) -> tuple[list[int], dict[int, _Logprobs], dict[int, list[_Logprobs]], set[int]]:
-        """(tokens, logprobs by row, prompt logprobs by sequence, sequences that are not finite)."""
+    ) -> tuple[list[int], dict[int, _Logprobs], dict[int, list[_Logprobs]], dict[int, str]]:
+        """(tokens, logprobs by row, prompt logprobs by sequence, errors by sequence)."""
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]: ...
 
 class SamplingSpec:

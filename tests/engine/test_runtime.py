@@ -8,6 +8,7 @@ import pytest
 
 from segue.runtime.contract import (
     MAX_STEPS_IN_FLIGHT,
+    NOT_FINITE,
     After,
     ForwardResult,
     Sampling,
@@ -37,7 +38,7 @@ class Scripted:
     def __init__(self) -> None:
         self.steps: list[SeqStep] = []
         self.copies: list[Sequence[tuple[int, int]]] = []
-        self.not_finite: set[int] = set()
+        self.errors: dict[int, str] = {}
         self.fails = False
         self.is_closed = False
 
@@ -49,9 +50,11 @@ class Scripted:
         self.copies.append(copies)
         if self.fails:
             raise RuntimeError("no")
-        result = ForwardResult([], {}, {}, self.not_finite)
+        result = ForwardResult([], {}, {}, self.errors)
         for i, seq in enumerate(seqs):
             assert seq.after is None
+            if i in self.errors:
+                continue
             if seq.sampling is not None:
                 end = seq.start + len(seq.tokens)
                 for position in range(end, end + 1 + len(seq.drafts)):
@@ -303,7 +306,7 @@ def test_prompt_logprobs_belong_to_their_sequence() -> None:
     assert len(second.prompt_logprobs) == 2
 
 
-def test_logits_that_are_not_finite_concern_one_sequence_and_its_later_parts() -> None:
+def test_an_error_concerns_one_sequence_and_its_later_parts() -> None:
     executor = Scripted()
     drafter = ScriptedDrafter([14])
     runtime = LocalRuntime(executor, drafter=drafter)
@@ -318,12 +321,12 @@ def test_logits_that_are_not_finite_concern_one_sequence_and_its_later_parts() -
         history_len=4,
     )
     other = SeqStep(start=5, tokens=[12], blocks=[1], sampling=GREEDY)
-    executor.not_finite = {0}
+    executor.errors = {0: NOT_FINITE}
     first, second = runtime.execute(StepPlan(0, [drafting, other])).seqs
-    assert first.error == "the model's logits are not finite (NaN or infinity)"
+    assert first.error == NOT_FINITE
     assert list(second.tokens) == [13]
     assert drafter.requests == []
-    executor.not_finite = set()
+    executor.errors = {}
     first, second = runtime.execute(StepPlan(1, [_after(0, 5), _after(0, 6, index=1)])).seqs
     assert first.error == "an earlier step of this request failed"
     assert second.error is None

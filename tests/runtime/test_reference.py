@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from segue.errors import CapacityError
 from segue.models import build_program
 from segue.models.program import Program
-from segue.runtime.contract import ForwardResult, Sampling, SeqStep, TokenLogprobs
+from segue.runtime.contract import NOT_FINITE, ForwardResult, Sampling, SeqStep, TokenLogprobs
 from segue.runtime.reference import ReferenceExecutor
 from segue.sample.reference import row_logprobs, sample_row
 from segue.weights.dequantize import dequantize
@@ -213,7 +213,7 @@ def test_rows_are_numbered_over_sampled_sequences_only(executor: ReferenceExecut
     assert result.tokens == alone
     assert set(result.logprobs) == {2}
     assert result.prompt_logprobs == {}
-    assert result.not_finite == set()
+    assert result.errors == {}
 
 
 def test_a_sequence_that_is_not_finite_is_reported_alone(tmp_path: Path) -> None:
@@ -232,8 +232,8 @@ def test_a_sequence_that_is_not_finite_is_reported_alone(tmp_path: Path) -> None
         )
     ]
     result = executor.forward(seqs)
-    assert result.not_finite == {1}  # no row of sequence 2 is wanted
-    assert len(result.tokens) == 3
+    assert result.errors == {1: NOT_FINITE}  # no row of sequence 2 is wanted
+    assert len(result.tokens) == 2
 
 
 # --- Limits ---------------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ class World:
     def step(self) -> None:
         """One step of the engine, and all checks."""
         self.num_steps += 1
-        faulty = self.target.fail_next or self.target.nan_next
+        faulty = self.target.fail_next or self.target.nan_next or self.target.refuse_next
         self.checker.before_step()
         outputs = self.engine.step()
         self.journal.progress(self._num_told, outputs)
@@ -371,10 +371,7 @@ class Simulation(World):
         if rng.random() < 0.004:
             self.restart(lose_outputs=rng.random() < 0.5)
         if self.setup.faults and rng.random() < 0.02:
-            if rng.random() < 0.5:
-                self.target.fail_next = True
-            else:
-                self.target.nan_next = True
+            setattr(self.target, rng.choice(("fail_next", "nan_next", "refuse_next")), True)
 
     def _next_id(self) -> str:
         self._num_requests += 1

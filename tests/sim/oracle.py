@@ -8,10 +8,11 @@ that n-grams repeat and a draft model is often right. `draw` is the definition t
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from segue.runtime.contract import ForwardResult, Sampling, SeqStep, TokenLogprobs
+from segue.runtime.contract import NOT_FINITE, ForwardResult, Sampling, SeqStep, TokenLogprobs
 
 MASK = 2**61 - 1
 ROOT = 0x5EC0E
+REFUSED = "tokens: injected refusal"
 POISON = (-1, -1, -1)
 """In slots that a failed call should have written, and what was computed from them. None of it may come out."""
 
@@ -87,6 +88,8 @@ class OracleExecutor:
     """Raise at the next call."""
     nan_next: bool = False
     """Report the first sequence of the next call as not finite."""
+    refuse_next: bool = False
+    """Refuse the last sequence of the next call: nothing of it is read or written."""
     num_calls: int = 0
     log: list[list[tuple[int, tuple[int, ...]]]] | None = None
     """When a list: (start, inputs) of every sequence of every call."""
@@ -122,20 +125,30 @@ class OracleExecutor:
         self._copy(copies)
         if self.log is not None:
             self.log.append([(seq.start, (*seq.tokens, *seq.drafts)) for seq in seqs])
-        result = ForwardResult([], {}, {}, set())
-        prefixes = [self._read_prefix(i, seq) for i, seq in enumerate(seqs)]
-        for i, (seq, (ids, hashes)) in enumerate(zip(seqs, prefixes, strict=True)):
+        result = ForwardResult([], {}, {}, self._injected_errors(seqs))
+        computed = {i: seq for i, seq in enumerate(seqs) if result.errors.get(i) != REFUSED}
+        prefixes = [self._read_prefix(i, seq) for i, seq in computed.items()]
+        for (i, seq), (ids, hashes) in zip(computed.items(), prefixes, strict=True):
             self._write(seq, ids, hashes)
-            self._sample(i, seq, ids, hashes, result)
-        written = [slot for seq in seqs for slot in self._written_slots(seq)]
+            if i not in result.errors:
+                self._sample(i, seq, ids, hashes, result)
+        written = [slot for seq in computed.values() for slot in self._written_slots(seq)]
         if len(set(written)) != len(written):
             self.violations.append("two sequences of one step write the same slot")
-        if self.nan_next and seqs:
-            self.nan_next = False
-            result.not_finite.add(0)
-            for slot in self._written_slots(seqs[0]):
+        for i in result.errors:
+            for slot in self._written_slots(seqs[i]):
                 self._slots[slot] = POISON
         return result
+
+    def _injected_errors(self, seqs: Sequence[SeqStep]) -> dict[int, str]:
+        errors: dict[int, str] = {}
+        if self.nan_next and seqs:
+            self.nan_next = False
+            errors[0] = NOT_FINITE
+        if self.refuse_next and seqs:
+            self.refuse_next = False
+            errors[len(seqs) - 1] = REFUSED
+        return errors
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         size = self._block_size

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from segue.runtime.contract import ForwardResult, Sampling, SeqStep
+from segue.runtime.contract import NOT_FINITE, ForwardResult, Sampling, SeqStep
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import DraftRequest
 
@@ -31,15 +31,15 @@ class Counting:
         self.passes.append([(seq.start, list(seq.tokens), seq.sampling is not None) for seq in seqs])
         self.copies.append(copies)
         self.samplings.extend(seq.sampling for seq in seqs)
-        sampled = [seq.tokens[-1] + 1 for seq in seqs if seq.sampling is not None]
-        not_finite = {
-            i
-            for i, seq in enumerate(seqs)
-            if seq.sampling is not None
-            and self.broken_after is not None
-            and seq.tokens[-1] >= self.broken_after
-        }
-        return ForwardResult(sampled, {}, {}, not_finite)
+        result = ForwardResult([], {}, {}, {})
+        for i, seq in enumerate(seqs):
+            if seq.sampling is None:
+                continue
+            if self.broken_after is not None and seq.tokens[-1] >= self.broken_after:
+                result.errors[i] = NOT_FINITE
+            else:
+                result.tokens.append(seq.tokens[-1] + 1)
+        return result
 
     def close(self) -> None:
         self.is_closed = True
@@ -108,10 +108,18 @@ def test_it_stops_at_its_own_longest_sequence(length: int, expected: list[int]) 
     assert all(start + len(tokens) <= 10 for step in model.passes for start, tokens, _ in step)
 
 
-def test_logits_that_are_not_finite_end_the_drafts_of_their_sequence_alone() -> None:
+def test_an_error_ends_the_drafts_of_its_sequence_alone() -> None:
     model = Counting(broken_after=52)
     proposals = DraftModelDrafter(model).propose([_request([50], 0, 4), _request([20], 0, 4)], ())
     assert [list(proposal.drafts) for proposal in proposals] == [[51, 52], [21, 22, 23, 24]]
+    assert [proposal.draft_kv_len for proposal in proposals] == [1, 1]
+
+
+def test_kv_of_a_sequence_in_error_does_not_count() -> None:
+    model = Counting(broken_after=52)
+    proposals = DraftModelDrafter(model).propose([_request([50, 60], 0, 4), _request([20], 0, 2)], ())
+    assert [list(proposal.drafts) for proposal in proposals] == [[], [21, 22]]
+    assert [proposal.draft_kv_len for proposal in proposals] == [None, 1]
 
 
 def test_copies_are_made_once_and_also_when_nothing_is_drafted() -> None:

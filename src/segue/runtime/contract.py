@@ -26,8 +26,10 @@ MAX_STEPS_IN_FLIGHT = 8
 """References (`SeqStep.after`) may not reach further back than this many steps."""
 
 
-class Sampling(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, eq=False, kw_only=True, dict=True):
     """How one request's tokens are drawn: its `SamplingParams`, resolved. Compared by identity.
+
+    An executor may keep what it made of it in its `__dict__`, which lives exactly as long as the request.
 
     The token for position `p` is drawn from the logits computed at position `p - 1` by steps in this
     order: `logit_bias`, `banned` and the mask of `grammar` → penalties → `temperature` → `min_p` → `top_k` →
@@ -61,14 +63,13 @@ class Sampling(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """What the answer must match, in the notation of the runtime's guides; None: anything."""
 
     @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def needs_history(self) -> bool:
         """Whether drawing needs the sequence's earlier ids."""
-        return (
-            self.grammar is not None
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        )
+        return self.grammar is not None or self.has_penalties
 
 
 class After(msgspec.Struct, frozen=True, gc=False):
@@ -142,18 +143,23 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     top_logprobs: tuple[float, ...]
 
 
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+"""The error of a sequence one of whose wanted rows of logits has a NaN or an infinity."""
+
+
 class ForwardResult(msgspec.Struct):
     """What one forward pass gave. Sampled rows are numbered in order: each sequence with `sampling`
-    has `1 + len(drafts)` of them, the others none."""
+    that has no error has `1 + len(drafts)` of them, the others none."""
 
     tokens: list[int]
     """The id sampled for each row."""
     logprobs: dict[int, TokenLogprobs]
     """By row, for rows whose `sampling.num_logprobs` is not None."""
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    """By index in `seqs`, for sequences with `prompt_targets`, one for each target."""
-    not_finite: set[int]
-    """Indices of sequences with a NaN or +inf among the logits of a wanted row; their ids mean nothing."""
+    """By index in `seqs`, for sequences with `prompt_targets` and no error, one for each target."""
+    errors: dict[int, str]
+    """By index in `seqs`, in one line: why a sequence was refused (it does not fit the model or its KV memory;
+    nothing of it was computed or written), or `NOT_FINITE`."""
 
 
 class Executor(Protocol):
@@ -179,6 +185,8 @@ class Executor(Protocol):
 
         Within one call every sequence's KV writes happen before its own reads; sequences that share
         blocks only share positions written by earlier calls. Releases the GIL while it computes.
+        What is wrong with one sequence becomes its error and leaves the others as they are; an exception means
+        that nothing of the call counts.
         """
         ...
 

@@ -74,14 +74,14 @@ class NativeExecutor:
 
     def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
         """Copy blocks, then compute all inputs of all sequences and sample."""
-        tokens, logprobs, prompt_logprobs, not_finite = self._model.forward(seqs, copies)
+        tokens, logprobs, prompt_logprobs, errors = self._model.forward(seqs, copies)
         return ForwardResult(
             tokens=tokens,
             logprobs={row: TokenLogprobs(*fields) for row, fields in logprobs.items()},
             prompt_logprobs={
                 index: [TokenLogprobs(*fields) for fields in rows] for index, rows in prompt_logprobs.items()
             },
-            not_finite=not_finite,
+            errors=errors,
         )
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:

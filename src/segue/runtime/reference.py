@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from segue.errors import CapacityError
 from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
-from segue.runtime.contract import ForwardResult, SeqStep
+from segue.runtime.contract import NOT_FINITE, ForwardResult, SeqStep
+from segue.runtime.refusal import Refusal, check
 from segue.sample.reference import all_finite, masked, row_logprobs, sample_row
 from segue.weights.dequantize import dequantize
 from segue.weights.model_file import ModelFile
@@ -57,14 +58,37 @@ class ReferenceExecutor:
 
     def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
         """Copy blocks, then compute all inputs of all sequences and sample."""
-        assert all(seq.after is None for seq in seqs)
+        for pair in copies:
+            if len(pair) != 2 or not all(0 <= block < self._kv.num_blocks for block in pair):
+                raise ValueError(f"copies: {pair} is no pair of blocks in [0, {self._kv.num_blocks})")
         for source, destination in copies:
             self._kv.copy_block(source, destination)
-        logits = self._compute(seqs, [_wanted_inputs(seq) for seq in seqs], self._kv)
-        result = ForwardResult(tokens=[], logprobs={}, prompt_logprobs={}, not_finite=set())
+        result = ForwardResult(tokens=[], logprobs={}, prompt_logprobs={}, errors={})
+        accepted: dict[int, SeqStep] = {}
         for index, seq in enumerate(seqs):
-            _sample(seq, index, logits[index], result)
+            if (why := self._refusal(seq)) is None:
+                accepted[index] = seq
+            else:
+                result.errors[index] = why
+        steps = list(accepted.values())
+        logits = self._compute(steps, [_wanted_inputs(seq) for seq in steps], self._kv)
+        for (index, seq), rows in zip(accepted.items(), logits, strict=True):
+            _sample(seq, index, rows, result)
         return result
+
+    def _refusal(self, seq: SeqStep) -> str | None:
+        """Why a sequence cannot be computed; None when it can."""
+        try:
+            check(
+                seq,
+                vocab_size=self.vocab_size,
+                max_model_len=self.max_model_len,
+                num_blocks=self._kv.num_blocks,
+                block_size=self._kv.block_size,
+            )
+        except (Refusal, AttributeError) as error:  # AttributeError: it is no SeqStep at all
+            return str(error)
+        return None
 
     def logits(self, token_ids: Sequence[int]) -> FloatArray:
         """[n, vocab]: the logits at each of `token_ids`, computed with a KV of their own."""
@@ -169,6 +193,7 @@ class _PagedKV:
     """Keys and values, f32, of `num_blocks · block_size` slots in each layer."""
 
     def __init__(self, program: Program, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (program.num_layers, num_blocks * block_size, program.num_kv_heads, program.head_dim)
         self._keys = np.zeros(shape, np.float32)
@@ -247,7 +272,8 @@ def _wanted_inputs(seq: SeqStep) -> list[int]:
 def _sample(seq: SeqStep, index: int, logits: dict[int, FloatArray], result: ForwardResult) -> None:
     """Append what sequence `index` of the step gave to `result`."""
     if not all(all_finite(row) for row in logits.values()):
-        result.not_finite.add(index)
+        result.errors[index] = NOT_FINITE
+        return
     if seq.prompt_targets:
         result.prompt_logprobs[index] = [
             row_logprobs(logits[i], target, seq.num_prompt_logprobs)

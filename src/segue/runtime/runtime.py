@@ -186,11 +186,10 @@ def _verify(steps: Sequence[SeqStep], forward: ForwardResult) -> list[SeqResult]
     results = []
     row = 0
     for i, step in enumerate(steps):
-        num_drafts = len(step.drafts)
-        if i in forward.not_finite:
-            row += (1 + num_drafts) if step.sampling is not None else 0
-            results.append(SeqResult(error="the model's logits are not finite (NaN or infinity)"))
+        if (error := forward.errors.get(i)) is not None:
+            results.append(SeqResult(error=error))
             continue
+        num_drafts = len(step.drafts)
         result = SeqResult(start=step.start, prompt_logprobs=forward.prompt_logprobs.get(i))
         if step.sampling is not None:
             sampled = forward.tokens[row : row + 1 + num_drafts]

@@ -39,11 +39,10 @@ class DraftModelDrafter:
             steps.append(
                 self._step(request, start, request.token_ids[start - request.first :], request.count)
             )
-            proposals[i] = Proposal((), end)
         if steps or copies:
             self._round(requests, drafts, steps, copies)
         for i, ids in drafts.items():
-            proposals[i] = Proposal(ids, proposals[i].draft_kv_len)
+            proposals[i] = Proposal(ids, requests[i].first + len(requests[i].token_ids))
         return proposals
 
     def _round(
@@ -53,7 +52,10 @@ class DraftModelDrafter:
         steps: list[SeqStep],
         copies: Sequence[tuple[int, int]],
     ) -> None:
-        """Compute `steps` and go on, one id at a time, with the sequences that want more."""
+        """Compute `steps` and go on, one id at a time, with the sequences that want more.
+
+        A sequence that cannot be computed leaves `drafts`, unless it was wrong only in what it drafted.
+        """
         active = list(drafts)
         while steps or copies:
             result = self._executor.forward(steps, copies)
@@ -61,11 +63,13 @@ class DraftModelDrafter:
             sampled = iter(result.tokens)
             more, next_steps = [], []
             for at, (i, step) in enumerate(zip(active, steps, strict=True)):
+                if at in result.errors:
+                    if not drafts[i]:
+                        del drafts[i]
+                    continue
                 if step.sampling is None:
                     continue
                 token = next(sampled)
-                if at in result.not_finite:
-                    continue
                 drafts[i].append(token)
                 request, start = requests[i], step.start + len(step.tokens)
                 if len(drafts[i]) < request.count and start < self._executor.max_model_len:
