@@ -27,7 +27,7 @@ def send(server: RunningServer, body: dict[str, Any], path: str = "/v1/completio
     """A request without a client library. Returns its connection."""
     content = json.dumps(body).encode()
     connection = socket.create_connection(server.address, timeout=30)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
     return connection
 
