@@ -15,9 +15,7 @@ import contextlib
 import json
 import os
 import random
-import re
 import statistics
-import subprocess
 import sys
 import time
 import urllib.request
@@ -25,6 +23,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from serving import serving
 
 PROMPTS = [
     "Once upon a time",
@@ -227,23 +227,6 @@ def check(tally: Tally, metrics: dict[str, float]) -> list[str]:
     return wrong
 
 
-@contextlib.contextmanager
-def serving(model: str, num_kv_blocks: int) -> Iterator[tuple[str, int]]:
-    """A server's URL and process id."""
-    flags = ["--port", "0", "--max-model-len", str(MAX_MODEL_LEN), "--num-kv-blocks", str(num_kv_blocks)]
-    command = [sys.executable, "-m", "segue", "serve", model, *flags, "--no-access-log"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            line = process.stderr.readline()
-            found = re.search(r"http://\S+", line)
-            if found is None:
-                sys.exit(line.strip())
-            yield found[0], process.pid
-        finally:
-            process.terminate()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -256,7 +239,14 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    with serving(arguments.model, arguments.kv_blocks) as (url, pid):
+    flags = (
+        "--max-model-len",
+        str(MAX_MODEL_LEN),
+        "--num-kv-blocks",
+        str(arguments.kv_blocks),
+        "--no-access-log",
+    )
+    with serving(arguments.model, *flags) as (url, pid):
         host, port = url.removeprefix("http://").split(":")
         test = LoadTest(host, int(port), pid, arguments.seed)
         begin_s = time.perf_counter()
