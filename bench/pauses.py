@@ -92,7 +92,7 @@ class Streams:
             if before_s is not None and at_s > begin_s and before_s < end_s:
                 worst_s = max(worst_s, at_s - before_s)
             last[number, answer] = at_s
-        newest = {number: answer for number, answer in last}
+        newest = dict(last)  # each number with its latest answer
         # Whoever still waits has waited so long.
         return max([worst_s, *(end_s - last[each] for each in newest.items() if last[each] < end_s)])
 
