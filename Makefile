@@ -17,14 +17,15 @@ REQUIREMENTS = $(BIN)/python -c 'import functools, operator, sys, tomllib; \
 	print(*functools.reduce(operator.getitem, sys.argv[1].split("/"), \
 	tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
 
-.PHONY: help demo serve test check simulate bench-peers clean
+.PHONY: help demo serve test check check-page package simulate bench-peers clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo          install, fetch a model, ask it a question, type to a live session"
 	@echo "make serve         the same, and the server stays"
 	@echo "make test          all tests"
-	@echo "make check         format, lint, types"
+	@echo "make check         format, lint, types, of Python and JavaScript"
+	@echo "make package       the wheel and the source distribution; the wheel is tried in an empty environment"
 	@echo "make simulate      the scheduler under random workloads, of seeds $(SEEDS)"
 	@echo "make bench-peers   speed beside llama.cpp (builds it first)"
 	@echo "make clean         remove what was built, not the environments"
@@ -43,6 +44,20 @@ check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory check-page; \
+		else echo "skipped: the lint of the page's JavaScript needs npm"; fi
+
+check-page: node_modules/.installed
+	npm run -s lint
+
+node_modules/.installed: package.json
+	npm install --silent --no-audit --no-fund --no-package-lock
+	@touch $@
+
+package: $(VENV)/.installed $(VENV)/.dev
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	scripts/try_wheel.sh dist/*.whl $(BIN)/python
 
 simulate: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python -m tests.sim.run --seeds $(SEEDS)
@@ -64,7 +79,7 @@ $(VLLM)/model: | $(VENV)/.installed
 	$(GOLDEN)/bin/python scripts/gguf_to_hf.py "$$($(BIN)/segue pull smollm2)" $@
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed
+	rm -rf build dist node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed
 	find src tests bench scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What is missing is said in one line, with the Debian package that has it.
