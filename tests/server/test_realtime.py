@@ -3,8 +3,9 @@
 import asyncio
 import json
 import re
+import sqlite3
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from segue import LLM, AsyncLLM, SamplingParams
+from segue.server import state_store
 from segue.server.options import ServerOptions
 from segue.server.realtime import event_log, session
 from segue.server.realtime.conversation import ConversationState
 from segue.server.serving import Serving
-from tests.server.running import RunningServer, serve_process
+from tests.server.running import RunningServer, serve_process, until
 
 Event = dict[str, Any]
 
@@ -158,16 +160,18 @@ def test_openais_client(server: RunningServer, long_llm: LLM) -> None:
 
 def test_turns_follow_each_other(server: RunningServer, long_llm: LLM) -> None:
     async def test() -> None:
-        messages = []
+        params = SamplingParams(temperature=0, max_tokens=12)
         async with client(server) as c:
-            for text in ("the hen", "an inn", "rain"):
-                await c.say(text)
-                messages.append({"role": "user", "content": text})
-                response = await c.answer(**GREEDY)
-                assert response["usage"]["output_tokens"] == 12
-                if len(messages) == 1:
-                    assert text_of(response) == plain(long_llm, messages)
-                messages.append({"role": "assistant", "content": text_of(response)})
+            with long_llm.session([]) as expected:
+                for text in ("the hen", "an inn", "rain"):
+                    expected.append(text)
+                    answer = expected.respond(params).text()
+                    num_input = len(expected.token_ids) - 12
+                    await c.say(text)
+                    response = await c.answer(**GREEDY)
+                    assert text_of(response) == answer
+                    assert response["usage"]["output_tokens"] == 12
+                    assert response["usage"]["input_tokens"] == num_input
 
     run(test())
 
@@ -342,6 +346,142 @@ def test_connections_that_cannot_be(server: RunningServer) -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"additional_headers": {"OpenAI-Beta": "realtime=v1"}}, {"subprotocols": ["openai-beta.realtime-v1"]}],
+)
+def test_a_beta_client_is_told_what_to_use(server: RunningServer, options: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with connect(url(server), **options) as socket:
+            error = json.loads(await socket.recv())["error"]
+            assert error["code"] == "beta_api_shape_disabled"
+            assert "newer client" in error["message"]
+            with pytest.raises(ConnectionClosed) as closed:
+                await socket.recv()
+            assert closed.value.rcvd is not None
+            assert closed.value.rcvd.code == 4000
+
+    run(test())
+
+
+def test_null_asks_for_nothing(server: RunningServer, long_llm: LLM) -> None:
+    """As LiveKit's client sends it in each turn."""
+
+    async def test() -> None:
+        async with client(server) as c:
+            await c.send("session.update", session={"instructions": "rain", "temperature": 0})
+            nulls = {"instructions": None, "tools": None, "temperature": None, "max_output_tokens": None}
+            await c.send("session.update", session=nulls)
+            await c.until("session.updated")
+            assert (await c.until("session.updated"))["session"]["instructions"] == "rain"
+            await c.say("the hen")
+            response = await c.answer(
+                max_output_tokens=12,
+                instructions=None,
+                tools=None,
+                input=None,
+                conversation=None,
+                metadata=None,
+            )
+            messages = [{"role": "system", "content": "rain"}, {"role": "user", "content": "the hen"}]
+            assert text_of(response) == plain(long_llm, messages)
+            assert response["usage"]["input_token_details"]["cached_tokens"] > 0  # it is not answered apart
+
+    run(test())
+
+
+LONG = "the hen " * 20000
+"""More than fits into the context."""
+
+
+def test_instructions_that_do_not_fit_change_nothing(server: RunningServer, long_llm: LLM) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            await c.send("session.update", session={"instructions": "rain", "temperature": 0})
+            await c.say("the hen")
+            for fields in ({"instructions": LONG}, {"instructions": "hen", "modalities": ["text"]}):
+                await c.send("session.update", session={**fields, "temperature": 1})
+                await c.until("error")
+            messages = [{"role": "system", "content": "rain"}, {"role": "user", "content": "the hen"}]
+            assert text_of(await c.answer(max_output_tokens=12)) == plain(long_llm, messages)
+
+    run(test())
+
+
+def test_input_that_does_not_fit_after_an_answer_can_be_taken_back(tmp_path: Path, tiny_path: Path) -> None:
+    with serve_process(tmp_path / "log", tiny_path, "--max-model-len", "256") as server:
+
+        async def test() -> None:
+            async with client(server) as c:
+                await c.say("the hen")
+                await c.send("response.create", response={"max_output_tokens": 100})
+                await c.until("response.created")
+                await c.send("input_text.append", text="the hen " * 60)
+                error = (await c.until("error"))["error"]
+                assert error["code"] == "context_length_exceeded"
+                await c.until("response.done")
+                await c.send("input_text.append", text="more")
+                await c.until("error")
+                await c.send("input_text.revise", text="an inn")
+                await c.send("input_text.commit")
+                await c.until("input_text.committed")
+                assert (await c.answer(max_output_tokens=5))["status"] == "incomplete"
+
+        run(test())
+
+
+def test_a_full_conversation_can_be_shortened(tmp_path: Path, tiny_path: Path) -> None:
+    with serve_process(tmp_path / "log", tiny_path, "--max-model-len", "256") as server:
+
+        async def test() -> None:
+            async with client(server) as c:
+                first = await c.say("the hen")
+                answer = await c.answer(temperature=0)
+                assert answer["status"] == "incomplete"
+                await c.send("input_text.append", text="more")
+                await c.until("error")
+                await c.send("input_text.clear")
+                await c.until("input_text.cleared")
+                for item_id in (first, answer["output"][0]["id"]):
+                    await c.send("conversation.item.delete", item_id=item_id)
+                    await c.until("conversation.item.deleted")
+                await c.say("an inn")
+                await c.answer(**GREEDY)
+
+        run(test())
+
+
+def test_cached_tokens_are_those_that_were_there_before(server: RunningServer) -> None:
+    async def test() -> None:
+        async with client(server) as c:
+            await c.send("input_text.append", text="the hen and the inn " * 50)
+            while True:
+                progress = await c.until("input_text.progress")
+                if progress["num_computed"] >= progress["num_tokens"] - 1:
+                    break
+            usage = (await c.answer(**GREEDY))["usage"]
+            cached = usage["input_token_details"]["cached_tokens"]
+            assert progress["num_computed"] - 10 <= cached < usage["input_tokens"]
+
+    run(test())
+
+
+def test_metrics_know_realtime_answers(server: RunningServer) -> None:
+    names = ("vllm:generation_tokens_total", "vllm:time_to_first_token_seconds_count",
+             "vllm:prefix_cache_hits_total", "vllm:prompt_tokens_total", "vllm:request_success_total")  # fmt: skip
+    before = [server.metric(name) for name in names]
+
+    async def test() -> None:
+        async with client(server) as c:
+            await c.say("the hen")
+            usage = (await c.answer(**GREEDY))["usage"]
+            cached = usage["input_token_details"]["cached_tokens"]
+            gained = [server.metric(name) - value for name, value in zip(names, before, strict=True)]
+            assert gained == [12, 1, cached, usage["input_tokens"], 1]
+
+    run(test())
+
+
 # --- lost connections, slow readers ---------------------------------------------------------------------------
 
 
@@ -383,8 +523,13 @@ def test_events_that_are_lost_are_not_passed_over(server: RunningServer) -> None
     async def test() -> None:
         async with client(server) as c:
             created = await c.until("session.created")
-        async with client(server, session_id=created["session"]["id"], last_event_id="event_99") as again:
-            assert (await again.until("error"))["error"]["code"] == "events_lost"
+            c.socket.transport.abort()
+        # The last one is longer than Python takes for an integer.
+        for event_id in ("event_99", "event_-1", "x", "event_" + "9" * 5000):
+            async with client(server, session_id=created["session"]["id"], last_event_id=event_id) as again:
+                assert (await again.until("error"))["error"]["code"] == "events_lost"
+                await again.until("session.resumed")
+                again.socket.transport.abort()
 
     run(test())
 
@@ -415,8 +560,8 @@ def test_the_log_is_bounded_and_gives_again_what_was_sent() -> None:
             log.sent()
         assert log.go_back(seen[-10]["event_id"])
         assert json.loads(await log.next()) == seen[-9]
-        assert not log.go_back("event_2000")
-        assert not log.go_back("x")
+        for wrong in ("event_2000", "x", "event_", "event_-1", "event_²", "event_" + "1" * 5000):
+            assert not log.go_back(wrong)
 
     run(test())
 
@@ -424,13 +569,13 @@ def test_the_log_is_bounded_and_gives_again_what_was_sent() -> None:
 def test_a_slow_reader_gets_it_all_in_larger_parts(long_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MAX_UNSENT_BYTES", 4096)
 
-    async def save(_: session.RealtimeSession) -> None:
+    def changed(_: session.RealtimeSession, *, is_border: bool) -> None:
         pass
 
     async def test() -> None:
         async with AsyncLLM(long_path, max_model_len=2048) as llm:
             state = session.SessionState(conversation=ConversationState(now=datetime.now()))
-            realtime = session.RealtimeSession(Serving(llm, "tiny", ServerOptions()), "sess", state, save)
+            realtime = session.RealtimeSession(Serving(llm, "tiny", ServerOptions()), "sess", state, changed)
             for event in (
                 {"type": "input_text.append", "text": "the hen"},
                 {"type": "response.create", "response": {"temperature": 0, "max_output_tokens": 1000}},
@@ -450,27 +595,104 @@ def test_a_slow_reader_gets_it_all_in_larger_parts(long_path: Path, monkeypatch:
             assert text == text_of(event["response"])
             assert event["response"]["usage"]["output_tokens"] == 1000
             assert kinds.count("response.output_text.delta") < 100
-            await realtime.close()
+            realtime.close()
 
     run(test())
 
 
-def test_sessions_time_out(tmp_path: Path, tiny_path: Path) -> None:
-    with serve_process(tmp_path / "log", tiny_path, "--resume-timeout", "0.1") as server:
+IDLE = "segue:num_requests_idle"
+
+
+def test_a_lost_session_is_freed_in_time(tmp_path: Path, tiny_path: Path) -> None:
+    with serve_process(tmp_path / "log", tiny_path, "--resume-timeout", "0.5") as server:
 
         async def test() -> None:
             async with client(server) as c:
                 created = await c.until("session.created")
                 await c.say("the hen")
-            await asyncio.sleep(0.5)
+                assert server.metric(IDLE) == 1
+                c.socket.transport.abort()
+            until(lambda: server.metric(IDLE) == 0)
             async with client(server, session_id=created["session"]["id"]) as c:
                 assert (await c.until("error"))["error"]["code"] == "session_not_found"
 
         run(test())
-        assert server.metric("vllm:num_requests_running") == 0
+
+
+@pytest.mark.parametrize("code", [1000, None])
+def test_a_session_that_its_client_closed_is_freed_at_once(
+    tmp_path: Path, tiny_path: Path, code: int | None
+) -> None:
+    with serve_process(tmp_path / "log", tiny_path, "--resume-timeout", "3600") as server:
+
+        async def test() -> None:
+            async with client(server) as lost:
+                await lost.say("an inn")
+                lost.socket.transport.abort()
+            async with client(server) as c:
+                created = await c.until("session.created")
+                await c.say("the hen")
+                await c.send("response.create", response={"max_output_tokens": 200})
+                await c.until("response.created")
+                if code is None:  # what a page's `socket.close()` sends
+                    c.socket.transport.write(b"\x88\x80\0\0\0\0")
+            until(lambda: server.metric("vllm:num_requests_running") == 0 and server.metric(IDLE) == 1)
+            async with client(server, session_id=created["session"]["id"]) as c:
+                assert (await c.until("error"))["error"]["code"] == "session_not_found"
+
+        run(test())
+
+
+def test_there_are_so_many_sessions_at_most(tmp_path: Path, tiny_path: Path) -> None:
+    with serve_process(tmp_path / "log", tiny_path, "--max-sessions", "2") as server:
+
+        async def test() -> None:
+            async with client(server) as first, client(server) as second:
+                ids = [(await c.until("session.created"))["session"]["id"] for c in (first, second)]
+                async with client(server) as third:
+                    error = (await third.until("error"))["error"]
+                    assert error["code"] == "too_many_sessions"
+                    assert "--max-sessions=2" in error["message"]
+                    with pytest.raises(ConnectionClosed) as closed:
+                        await third.next()
+                    assert closed.value.rcvd is not None
+                    assert closed.value.rcvd.code == 1013
+                # One whose client is gone makes place.
+                second.socket.transport.abort()
+                await second.socket.wait_closed()
+                while True:
+                    async with client(server) as third:
+                        if (await third.next())["type"] == "session.created":
+                            break
+                async with client(server, session_id=ids[1]) as again:
+                    assert (await again.until("error"))["error"]["code"] == "session_not_found"
+                await first.say("the hen")
+
+        run(test())
+
+
+def test_a_silent_session_times_out(tmp_path: Path, tiny_path: Path) -> None:
+    with serve_process(tmp_path / "log", tiny_path, "--session-timeout", "0.5") as server:
+
+        async def test() -> None:
+            async with client(server) as c:
+                await c.say("the hen")
+                with pytest.raises(ConnectionClosed) as closed:
+                    await c.until("never")
+                assert closed.value.rcvd is not None
+                assert closed.value.rcvd.code == 4002
+            until(lambda: server.metric(IDLE) == 0)
+
+        run(test())
 
 
 # --- on disk --------------------------------------------------------------------------------------------------
+
+
+def saved(directory: Path) -> list[bytes]:
+    """The states of the sessions there."""
+    with closing(sqlite3.connect(directory / state_store.FILE_NAME)) as database:
+        return [row[0] for row in database.execute("SELECT state FROM session")]
 
 
 def test_sessions_outlive_the_server(tmp_path: Path, tiny_path: Path) -> None:
@@ -485,6 +707,8 @@ def test_sessions_outlive_the_server(tmp_path: Path, tiny_path: Path) -> None:
             texts = [text_of(await c.answer(**seed))]
             await c.send("input_text.append", text="an in")
             await c.until("input_text.progress")
+            # What is typed is written a moment later.
+            until(lambda: any(b"an in" in state for state in saved(directory)))
             return created["session"]["id"], texts
 
     async def second(server: RunningServer, session_id: str) -> list[str]:
@@ -498,7 +722,8 @@ def test_sessions_outlive_the_server(tmp_path: Path, tiny_path: Path) -> None:
             return [text_of(await c.answer(**seed))]
 
     for restarts in (False, True):
-        arguments = ("--state-dir", str(tmp_path / f"state {restarts}"))
+        directory = tmp_path / f"state {restarts}"
+        arguments = ("--state-dir", str(directory))
         with serve_process(tmp_path / "log", tiny_path, *arguments) as server:
             session_id, texts = asyncio.run(first(server))
             if not restarts:

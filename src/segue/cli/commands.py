@@ -470,6 +470,22 @@ def serve(
             metavar="SECONDS", help="How long a realtime session waits for its client to come back."
         ),
     ] = 60.0,
+    max_sessions: Annotated[int, typer.Option(help="The most realtime sessions at once.")] = 1000,
+    session_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="How long a realtime session may be silent before it is closed."
+        ),
+    ] = 3600.0,
+    max_saved_sessions: Annotated[
+        int, typer.Option(help="The most sessions in --state-dir; the oldest are deleted.")
+    ] = 10_000,
+    saved_session_days: Annotated[
+        float,
+        typer.Option(
+            metavar="DAYS", help="How long a session stays in --state-dir that nobody comes back to."
+        ),
+    ] = 30.0,
     tool_call_parser: Annotated[
         ToolFormat | None,
         typer.Option(show_default="by the chat template", help="How the model writes tool calls."),
@@ -532,6 +548,10 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
         state_dir=state_dir,
         resume_timeout_s=resume_timeout,
+        max_sessions=max_sessions,
+        session_timeout_s=session_timeout,
+        max_saved_sessions=max_saved_sessions,
+        saved_session_days=saved_session_days,
         tool_call_parser=tool_call_parser,
         log_level=log_level,
         access_log=access_log,

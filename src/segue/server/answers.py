@@ -78,6 +78,9 @@ class Answers:
                 yield delta
             self._outputs[prompt] = stream.output
             seen.ended(stream.output)
+        except Exception:
+            seen.failed()
+            raise
         finally:
             await stream.aclose()
             seen.close()

@@ -50,6 +50,7 @@ class Metrics:
             registry=self._registry,
         )
         self._cancelled = self._counter("segue:requests_cancelled", "Requests whose client went away.")
+        self._failed = self._counter("segue:requests_failed", "Requests that ended with an error.")
         self._first_token_s = self._histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
         )
@@ -130,6 +131,9 @@ class Metrics:
     def cancelled(self) -> None:
         self._cancelled.inc()
 
+    def failed(self) -> None:
+        self._failed.inc()
+
 
 class RequestSeen:
     """One request, while it runs."""
@@ -149,9 +153,15 @@ class RequestSeen:
         self._has_ended = True
         self._metrics.answered(output, time.perf_counter())
 
+    def failed(self) -> None:
+        """It ended with an error."""
+        self._has_ended = True
+        self._metrics.failed()
+
     def close(self) -> None:
         """However it ended."""
         if not self._has_ended:
+            self._has_ended = True
             self._metrics.cancelled()
 
 

@@ -40,6 +40,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where realtime sessions are kept, so that they outlive the server."""
     resume_timeout_s: float = 60.0
     """How long a realtime session waits for its client to come back."""
+    max_sessions: int = 1000
+    """Realtime sessions, connected or waiting for their client."""
+    session_timeout_s: float = 3600.0
+    """How long a connected realtime session may be silent."""
+    max_saved_sessions: int = 10_000
+    saved_session_days: float = 30.0
+    """How long a session is kept in `state_dir` that nobody comes back to."""
     tool_call_parser: ToolFormat | None = None
     """None: told by the model's chat template."""
     log_level: LogLevel = "info"
@@ -57,6 +64,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ParameterError("shutdown_timeout", self.shutdown_timeout_s, "must be 0 or more seconds")
         if not 0 <= self.resume_timeout_s < float("inf"):
             raise ParameterError("resume_timeout", self.resume_timeout_s, "must be 0 or more seconds")
+        for name in ("max_sessions", "max_saved_sessions"):
+            if getattr(self, name) < 1:
+                raise ParameterError(name, getattr(self, name), "must be at least 1")
+        if not 0 < self.session_timeout_s < float("inf"):
+            raise ParameterError("session_timeout", self.session_timeout_s, "must be more than 0 seconds")
+        if not 0 < self.saved_session_days < float("inf"):
+            raise ParameterError("saved_session_days", self.saved_session_days, "must be more than 0 days")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ParameterError(
                 "ssl_certfile", self.ssl_certfile, "TLS needs both --ssl-keyfile and --ssl-certfile"

@@ -1,28 +1,32 @@
 """Runs a server until a signal ends it.
 
-SIGTERM, SIGINT ─▶ no new requests ─▶ all answered, or the time-out: the others get an error ─▶ exit code 0
+SIGTERM, SIGINT ─▶ 503 to new requests ─▶ all answered, or the time-out: the others get an error ─▶ exit code 0
 """
 
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from segue import __version__
 from segue.async_llm import AsyncLLM
 from segue.server.app import create_app
+from segue.server.errors import error_response
 from segue.server.listen import address_of
 from segue.server.options import ServerOptions
 from segue.server.realtime.registry import SessionRegistry
 from segue.server.realtime.route import realtime_routes
+from segue.server.realtime.saver import SessionSaver
+from segue.server.realtime.session import shutting_down
 from segue.server.serving import Serving
 from segue.server.state_store import StateStore
 from segue.server.web.routes import web_routes
@@ -31,6 +35,9 @@ log = logging.getLogger("segue.server")
 
 CUT_OFF_S = 5.0
 """How long requests that are cut off may take to say so."""
+POLL_S = 0.05
+LAST_S = 1
+"""How long connections may take that say nothing."""
 BACKLOG = 2048
 
 
@@ -38,10 +45,11 @@ def run_server(llm: AsyncLLM, model: str, options: ServerOptions, listener: sock
     """Serves on a bound socket. Closes the socket; the model is the caller's to shut down, again if need be."""
     _set_up_logging(options)
     serving = Serving(llm, model, options)
-    store = None if options.state_dir is None else StateStore(Path(options.state_dir), serving.model_name)
-    registry = SessionRegistry(resume_timeout_s=options.resume_timeout_s, store=store)
+    store = _state_store(options, serving.model_name)
+    registry = SessionRegistry(options, None if store is None else SessionSaver(store))
+    door = Door(create_app(serving, more_routes=(*realtime_routes(registry), *web_routes())))
     config = uvicorn.Config(
-        create_app(serving, more_routes=(*realtime_routes(registry), *web_routes())),
+        door,
         log_config=None,
         access_log=options.access_log,
         ssl_keyfile=options.ssl_keyfile,
@@ -50,10 +58,10 @@ def run_server(llm: AsyncLLM, model: str, options: ServerOptions, listener: sock
         ws_max_size=options.max_request_bytes,
         server_header=False,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout_s + CUT_OFF_S),
+        timeout_graceful_shutdown=LAST_S,
     )
     try:
-        _Server(config, serving, address_of(listener, options)).run(sockets=[listener])
+        _Server(config, serving, registry, door, address_of(listener, options)).run(sockets=[listener])
     finally:
         listener.close()
         if store is not None:
@@ -63,12 +71,49 @@ def run_server(llm: AsyncLLM, model: str, options: ServerOptions, listener: sock
                 os.unlink(options.uds)
 
 
+def _state_store(options: ServerOptions, model_name: str) -> StateStore | None:
+    if options.state_dir is None:
+        return None
+    return StateStore(
+        Path(options.state_dir),
+        model_name,
+        max_sessions=options.max_saved_sessions,
+        max_age_days=options.saved_session_days,
+    )
+
+
+class Door:
+    """Counts what is being answered. Once it is closed, it answers all that comes with 503."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.num_open = 0
+        self._app = app
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_closed:
+            await error_response(shutting_down())(scope, receive, send)
+            return
+        self.num_open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.num_open -= 1
+
+
 class _Server(uvicorn.Server):
     """A server whose process ends with exit code 0 after a signal."""
 
-    def __init__(self, config: uvicorn.Config, serving: Serving, address: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, serving: Serving, registry: SessionRegistry, door: Door, address: str
+    ) -> None:
         super().__init__(config)
         self._serving = serving
+        self._registry = registry
+        self._door = door
         self._address = address
 
     @contextlib.contextmanager
@@ -88,17 +133,22 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log.info("no new requests; open ones may take %g s", self._serving.options.shutdown_timeout_s)
-        cut_off = asyncio.ensure_future(self._cut_off())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            cut_off.cancel()
+        self._door.close()
+        self._registry.drain()
+        await self._answered(self._serving.options.shutdown_timeout_s)
+        if self._door.num_open and not self.force_exit:
+            log.warning("open requests are cut off")
+            # Without an engine, what is open ends with an error that says so.
+            await asyncio.to_thread(self._serving.llm.shutdown)
+            await self._answered(CUT_OFF_S)
+        await self._registry.close()
+        await super().shutdown(sockets)
 
-    async def _cut_off(self) -> None:
-        await asyncio.sleep(self._serving.options.shutdown_timeout_s)
-        log.warning("open requests are cut off")
-        # Without an engine, what is open ends with an error that says so.
-        await asyncio.to_thread(self._serving.llm.shutdown)
+    async def _answered(self, timeout_s: float) -> None:
+        """Waits until nothing is open, for so long at most; a second SIGINT ends it."""
+        end_s = time.monotonic() + timeout_s
+        while self._door.num_open and not self.force_exit and time.monotonic() < end_s:
+            await asyncio.sleep(POLL_S)
 
 
 def _set_up_logging(options: ServerOptions) -> None:

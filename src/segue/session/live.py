@@ -3,11 +3,11 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Self
 
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.engine.outputs import EngineOutput, EngineSnapshot, FinishReason
 from segue.engine_loop import Channel, EngineLoop
 from segue.errors import CapacityError, EngineDead, ParameterError, RequestFailed, SessionError
 from segue.output_processor import OutputProcessor
@@ -57,18 +57,18 @@ class Session:
         from exactly here; see `SessionManager.resume`."""
         return list(self._state.kept)
 
-    async def progress(self) -> tuple[int, int]:
+    def progress(self) -> Awaitable[tuple[int, int]]:
         """How many tokens the history and the open turn are, and how many of these are computed. The last one is
-        computed when the answer begins."""
+        computed when the answer begins. This is how it is when `progress` is called: what is told afterwards comes
+        behind it."""
         channel = self._channel
-        if channel is None:
-            return self._state.num_history_tokens, 0
-        snapshot = await asyncio.wrap_future(
-            self._manager.loop.call(lambda client: client.snapshot(channel.request_id))
-        )
-        if not snapshot.requests:
-            return self._state.num_history_tokens, 0
-        return snapshot.requests[0].num_tokens, snapshot.requests[0].num_computed
+        snapshot = None
+        if channel is not None:
+            request_id = channel.request_id
+            snapshot = asyncio.wrap_future(
+                self._manager.loop.call(lambda client: client.snapshot(request_id))
+            )
+        return _progress(self._state.num_history_tokens, snapshot)
 
     @property
     def is_answering(self) -> bool:
@@ -304,6 +304,11 @@ class Answer(AsyncIterator[Delta]):
         async for _ in self:
             pass
         return self.delivered(None).text
+
+
+async def _progress(num_tokens: int, snapshot: "asyncio.Future[EngineSnapshot] | None") -> tuple[int, int]:
+    requests = [] if snapshot is None else (await snapshot).requests
+    return (requests[0].num_tokens, requests[0].num_computed) if requests else (num_tokens, 0)
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

@@ -1,12 +1,22 @@
 """The events that clients send. Fields that are not known are ignored, as OpenAI's server does."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from segue.server.body import read_fields
 from segue.server.errors import HttpError
+from segue.server.sampling import Int
+
+Id = Annotated[str, Meta(max_length=256)]
+"""Of an event, an item or an answer."""
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+"""With OpenAI's limits."""
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -18,27 +28,31 @@ class ItemFields(msgspec.Struct, kw_only=True):
     """An item as a client gives it."""
 
     type: str = "message"
-    id: str | None = None
+    id: Id | None = None
     role: Literal["user", "assistant", "system"] = "user"
     content: list[ContentPart] = []
 
 
 class SessionFields(msgspec.Struct, kw_only=True):
-    """What `session.update` can set. A field that is left out stays what it is."""
+    """What `session.update` can set. A field that is left out, or null, stays what it is."""
 
-    instructions: str | msgspec.UnsetType | None = msgspec.UNSET
-    max_output_tokens: int | Literal["inf"] | msgspec.UnsetType | None = msgspec.UNSET
-    output_modalities: list[str] | msgspec.UnsetType = msgspec.UNSET
-    tools: list[Any] | msgspec.UnsetType = msgspec.UNSET
-    temperature: float | msgspec.UnsetType = msgspec.UNSET
-    top_p: float | msgspec.UnsetType = msgspec.UNSET
-    top_k: int | msgspec.UnsetType = msgspec.UNSET
-    min_p: float | msgspec.UnsetType = msgspec.UNSET
-    seed: int | msgspec.UnsetType | None = msgspec.UNSET
-    stop: list[str] | msgspec.UnsetType | None = msgspec.UNSET
-    presence_penalty: float | msgspec.UnsetType = msgspec.UNSET
-    frequency_penalty: float | msgspec.UnsetType = msgspec.UNSET
-    repetition_penalty: float | msgspec.UnsetType = msgspec.UNSET
+    type: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Int | Literal["inf"] | None = None
+    output_modalities: list[str] | None = None
+    tools: list[Any] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    seed: Seed | None = None
+    stop: list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    modalities: Any = None
+    """The beta interface's name, which is refused like the next one."""
+    max_response_output_tokens: Any = None
 
 
 class ResponseFields(SessionFields, kw_only=True):
@@ -46,11 +60,11 @@ class ResponseFields(SessionFields, kw_only=True):
 
     conversation: Literal["auto", "none"] | None = None
     input: list[ItemFields] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
 
 class ClientEvent(msgspec.Struct, kw_only=True, tag_field="type"):
-    event_id: str | None = None
+    event_id: Id | None = None
 
 
 class SessionUpdate(ClientEvent, kw_only=True, tag="session.update"):
@@ -59,16 +73,16 @@ class SessionUpdate(ClientEvent, kw_only=True, tag="session.update"):
 
 class ItemCreate(ClientEvent, kw_only=True, tag="conversation.item.create"):
     item: ItemFields
-    previous_item_id: str | None = None
+    previous_item_id: Id | None = None
     """After which item; "root": before all; None: at the end."""
 
 
 class ItemDelete(ClientEvent, kw_only=True, tag="conversation.item.delete"):
-    item_id: str
+    item_id: Id
 
 
 class ItemRetrieve(ClientEvent, kw_only=True, tag="conversation.item.retrieve"):
-    item_id: str
+    item_id: Id
 
 
 class ResponseCreate(ClientEvent, kw_only=True, tag="response.create"):
@@ -76,7 +90,7 @@ class ResponseCreate(ClientEvent, kw_only=True, tag="response.create"):
 
 
 class ResponseCancel(ClientEvent, kw_only=True, tag="response.cancel"):
-    response_id: str | None = None
+    response_id: Id | None = None
 
 
 class InputTextAppend(ClientEvent, kw_only=True, tag="input_text.append"):
@@ -110,7 +124,7 @@ AnyClientEvent = (
 
 
 class _Named(msgspec.Struct):
-    event_id: str | None = None
+    event_id: Id | None = None
 
 
 def read_client_event(data: str) -> AnyClientEvent:
@@ -141,3 +155,18 @@ def text_of(parts: Sequence[ContentPart]) -> str:
                 f"item.content[{index}]: this server takes text only", param=f"item.content[{index}]"
             )
     return "".join(part.text or "" for part in parts)
+
+
+def texts_of(event: AnyClientEvent) -> list[str]:
+    """All that the model may have to read of an event."""
+    match event:
+        case SessionUpdate(session=session):
+            return [session.instructions or ""]
+        case ItemCreate(item=item):
+            return [part.text or "" for part in item.content]
+        case ResponseCreate(response=ResponseFields(instructions=instructions, input=items)):
+            return [instructions or "", *(part.text or "" for item in items or () for part in item.content)]
+        case InputTextAppend(text=text) | InputTextRevise(text=text):
+            return [text]
+        case _:
+            return []

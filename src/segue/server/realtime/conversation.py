@@ -7,14 +7,16 @@ The live session is told what is new as it comes. What it cannot be told (an ite
 new instructions) makes another live session, which shares all that is computed of the part in front.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Literal
 
 import msgspec
+from msgspec import structs
 
 from segue.async_llm import AsyncLLM
-from segue.errors import SessionError
+from segue.errors import SegueError, SessionError
 from segue.outputs import CompletionOutput
 from segue.sample.params import SamplingParams
 from segue.server.errors import HttpError
@@ -109,46 +111,54 @@ class Conversation:
     def insert(self, index: int, item: Item) -> None:
         """An item before the one at `index`."""
         self._require_no_answer("conversation.item.create")
-        if any(item.id == other.id for other in self.state.items):
-            raise HttpError(f"there is an item {item.id!r} already", param="item.id")
         state = self.state
-        before = state.items
-        state.items = [*before[:index], item, *before[index:]]
-        try:
-            if index < len(before) or item.role == "assistant" or state.input_text:
+        if any(item.id == other.id for other in state.items):
+            raise HttpError(f"there is an item {item.id!r} already", param="item.id")
+        is_last = index == len(state.items)
+        with self._changing():
+            state.items = [*state.items[:index], item, *state.items[index:]]
+            if is_last and item.role != "assistant" and not state.input_text:
+                self._speak(item)
+            else:
                 self._start_anew(index)
                 self._listen()
-            else:
-                self._speak(item)
-        except BaseException:
-            state.items = before
-            self._forget_live()
-            raise
 
     def delete(self, index: int) -> None:
         self._require_no_answer("conversation.item.delete")
         del self.state.items[index]
         self._start_anew(index)
 
-    def set_instructions(self, instructions: str | None) -> None:
-        if instructions != self.state.instructions:
+    def set_instructions(self, instructions: str) -> None:
+        if instructions != (self.state.instructions or ""):
             self._require_no_answer("session.update")
-            self.state.instructions = instructions
-            self._start_anew(0)
+            with self._changing():
+                self.state.instructions = instructions or None
+                self._start_anew(0)
+                if instructions:
+                    self._listen()
 
     # --- input that is still arriving -------------------------------------------------------------------------
 
     def append(self, text: str) -> None:
         """More input. While an answer comes, it waits for the end of it."""
         if self._answer is None:
-            self._listen().append(text)
+            self._listen(self.state.input_text + text)
         self.state.input_text += text
 
     def revise(self, text: str) -> None:
         """Other input in place of what there is."""
         if self._answer is None:
-            self._listen().revise(text)
+            self._listen(text)
         self.state.input_text = text
+
+    def clear(self) -> None:
+        """No input. This is always possible."""
+        self.state.input_text = ""
+        if self._answer is None and self._live is not None and not self._has_item_as_turn:
+            try:
+                self._live.revise("")
+            except SegueError:
+                self._forget_live()
 
     def commit(self) -> Item:
         """The input is complete: it becomes an item."""
@@ -211,7 +221,10 @@ class Conversation:
             session.interrupt()
 
     def answered(self, item: Item, answer: CompletionOutput, session: Session | None) -> None:
-        """The answer is over: what was read of it is history."""
+        """The answer is over: what was read of it is history.
+
+        Raises what is wrong with input that came meanwhile, which stays until it is revised or cleared.
+        """
         self._answer = None
         state = self.state
         item.text = answer.text
@@ -234,6 +247,18 @@ class Conversation:
         self._forget_live()
 
     # --- the live session -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """An error in here leaves the state as it was; the live session is made anew when it is needed."""
+        before = structs.asdict(self.state)
+        try:
+            yield
+        except BaseException:
+            for name, value in before.items():
+                setattr(self.state, name, value)
+            self._forget_live()
+            raise
 
     def _require_no_answer(self, operation: str) -> None:
         if self._answer is not None:
@@ -284,11 +309,12 @@ class Conversation:
             self._role = role
         return live
 
-    def _listen(self) -> Session:
-        """The live session after all items, with the open input as its turn."""
+    def _listen(self, text: str | None = None) -> Session:
+        """The live session after all items, with this text (None: the open input) as its turn."""
+        text = self.state.input_text if text is None else text
         live = self._between_turns(len(self.state.items), "user")
-        if live.text != self.state.input_text:
-            live.revise(self.state.input_text)
+        if live.text != text:
+            live.revise(text)
         return live
 
     def _speak(self, item: Item) -> Session:

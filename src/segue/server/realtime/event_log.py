@@ -14,6 +14,8 @@ MAX_KEPT_BYTES = 1 << 20
 """Of events that were sent."""
 
 ID_PREFIX = "event_"
+MAX_DIGITS = 18
+"""Of an event's number."""
 
 
 class _Logged(msgspec.Struct, frozen=True):
@@ -33,16 +35,22 @@ class EventLog:
         self._changed = asyncio.Event()
         """Set, and replaced, when something was written or read."""
 
-    async def add(self, kind: str, **fields: object) -> None:
-        """An event of this type. Waits while too much is unsent."""
+    async def room(self) -> None:
+        """Waits while too much is unsent."""
         while self._num_unsent_bytes >= MAX_UNSENT_BYTES:
             await self._changed.wait()
+
+    async def add(self, kind: str, **fields: object) -> None:
+        """An event of this type, when there is room for it."""
+        await self.room()
         self.put(kind, **fields)
 
     def put(self, kind: str, **fields: object) -> None:
-        """The same at once, for the few events that tell a client how it was connected."""
-        number, self._num_events = self._num_events, self._num_events + 1
+        """The same at once: for what must be told together with the change that it tells of. Whoever puts many waits
+        for room before."""
+        number = self._num_events
         data = msgspec.json.encode({"type": kind, "event_id": f"{ID_PREFIX}{number}", **fields})
+        self._num_events += 1
         self._unsent.append(_Logged(number, data))
         self._num_unsent_bytes += len(data)
         self._tell()
@@ -63,12 +71,16 @@ class EventLog:
             self._num_kept_bytes -= len(self._kept.popleft().data)
         self._tell()
 
+    async def all_sent(self) -> None:
+        """Waits until there is nothing to send."""
+        while self._unsent:
+            await self._changed.wait()
+
     def go_back(self, last_event_id: str) -> bool:
         """Send again all after this event. False: some of it is not kept any more, or there was no such event."""
-        text = last_event_id.removeprefix(ID_PREFIX)
-        if not text.isdecimal() or not text.isascii() or int(text) >= self._num_events:
+        last = _number(last_event_id)
+        if last is None or last >= self._num_events:
             return False
-        last = int(text)
         while self._kept and self._kept[-1].number > last:
             event = self._kept.pop()
             self._num_kept_bytes -= len(event.data)
@@ -80,3 +92,9 @@ class EventLog:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _number(event_id: str) -> int | None:
+    digits = event_id.removeprefix(ID_PREFIX)
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS
+    return int(digits) if is_number else None

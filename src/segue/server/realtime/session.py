@@ -1,25 +1,25 @@
 """One realtime session: what each event does to its conversation, and the answer that is being given."""
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from typing import Any
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, Protocol
 
 import msgspec
 
-from segue.engine.outputs import FinishReason
-from segue.errors import ParameterError, UsageError
-from segue.outputs import CompletionOutput
+from segue.engine.outputs import FinishReason, RequestMetrics
+from segue.errors import CapacityError, ParameterError, SegueError
+from segue.outputs import CompletionOutput, RequestOutput, RequestTimes
 from segue.sample.params import SamplingParams
 from segue.server.errors import HttpError, error_of
+from segue.server.metrics import RequestSeen
+from segue.server.prompts import LONG_TEXT_CHARS
 from segue.server.realtime import client_events as events
 from segue.server.realtime.conversation import Conversation, ConversationState, Item
 from segue.server.realtime.event_log import EventLog
 from segue.server.serving import Serving, new_id
 from segue.session.live import Answer, Session
-
-log = logging.getLogger("segue.server")
 
 SAMPLING_FIELDS = (
     "temperature",
@@ -35,6 +35,10 @@ SAMPLING_FIELDS = (
 NEUTRAL_MODALITIES = ["text"]
 PROGRESS_S = 0.03
 """How often it is looked how much of the input is computed."""
+MAX_WAITING_CHARS = 64 << 10
+"""Of input that comes while an answer is given: it is encoded all at once at the end of it."""
+MAX_MESSAGE_CHARS = 500
+"""Of an error: some repeat what was wrong."""
 
 
 class Settings(msgspec.Struct, kw_only=True):
@@ -46,21 +50,10 @@ class Settings(msgspec.Struct, kw_only=True):
 
     def changed(self, fields: events.SessionFields) -> "Settings":
         """With what is given there. Raises ParameterError, HttpError."""
-        if fields.output_modalities not in (msgspec.UNSET, NEUTRAL_MODALITIES):
-            raise HttpError(
-                'output_modalities: this server gives text; set it to ["text"]',
-                param="session.output_modalities",
-            )
-        if fields.tools not in (msgspec.UNSET, []):
-            raise HttpError("tools: not in a realtime session; use /v1/chat/completions", param="tools")
-        sampling = dict(self.sampling)
-        for name in SAMPLING_FIELDS:
-            value = getattr(fields, name)
-            if value is not msgspec.UNSET:
-                sampling[name] = value
-        longest: int | str = self.max_output_tokens
-        if fields.max_output_tokens is not msgspec.UNSET:
-            longest = "inf" if fields.max_output_tokens is None else fields.max_output_tokens
+        _refuse_what_is_not_here(fields)
+        given = {name: getattr(fields, name) for name in SAMPLING_FIELDS}
+        sampling = {**self.sampling, **{name: value for name, value in given.items() if value is not None}}
+        longest = self.max_output_tokens if fields.max_output_tokens is None else fields.max_output_tokens
         settings = Settings(max_output_tokens=longest, sampling=sampling)
         settings.params()
         return settings
@@ -82,19 +75,40 @@ class SessionState(msgspec.Struct, kw_only=True):
     settings: Settings = msgspec.field(default_factory=Settings)
 
 
+class Changed(Protocol):
+    def __call__(self, session: "RealtimeSession", /, *, is_border: bool) -> None:
+        """The session's `state` is another one. `is_border`: more than its open input."""
+
+
 class _Response(msgspec.Struct, eq=False, kw_only=True):
     """An answer that is being given."""
 
     id: str
     item: Item
+    previous_id: str | None
     answer: Answer
     settings: Settings
     metadata: dict[str, str] | None
-    num_input_tokens: int
+    input_ids: list[int]
+    computed: "asyncio.Future[tuple[int, int]] | None"
+    """How much of the input was there before the answer was asked for."""
+    seen: RequestSeen
+    arrival_s: float
     apart: Session | None
     """Its own session, if it is not the conversation's."""
     records: bool
     is_cancelled: bool = False
+    token_times_s: list[float] = msgspec.field(default_factory=list)
+    """When the first token came, and the last."""
+
+    @property
+    def where(self) -> dict[str, object]:
+        """As events say it."""
+        return {"response_id": self.id, "output_index": 0}
+
+    @property
+    def part(self) -> dict[str, object]:
+        return {**self.where, "item_id": self.item.id, "content_index": 0}
 
     def shown(self, status: str, **fields: object) -> dict[str, object]:
         return {
@@ -110,24 +124,55 @@ class _Response(msgspec.Struct, eq=False, kw_only=True):
             **fields,
         }
 
+    def took(self, now_s: float) -> None:
+        self.token_times_s = [*self.token_times_s[:1], now_s]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """As far as the engine has said it."""
+        computed = self.computed
+        if computed is None or not computed.done() or computed.cancelled() or computed.exception():
+            return 0
+        return min(computed.result()[1], len(self.input_ids))
+
+    def measured(self, output: CompletionOutput) -> RequestOutput:
+        """As the metrics take it."""
+        first_s = self.token_times_s[0] if self.token_times_s else None
+        last_s = self.token_times_s[-1] if self.token_times_s else None
+        return RequestOutput(
+            request_id=self.id,
+            prompt=None,
+            prompt_token_ids=self.input_ids,
+            outputs=[output],
+            finished=True,
+            metrics=RequestMetrics(),
+            times=RequestTimes(arrival_s=self.arrival_s, first_token_s=first_s, last_token_s=last_s),
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
 
 class RealtimeSession:
-    """Belongs to one event loop. Clients come and go; see `SessionRegistry`."""
+    """Belongs to one event loop. Clients come and go; see `SessionRegistry`.
 
-    def __init__(
-        self,
-        serving: Serving,
-        session_id: str,
-        state: SessionState,
-        save: "Callable[[RealtimeSession], Awaitable[None]]",
-    ) -> None:
-        """`save` is awaited whenever `state` has changed."""
+    An event is carried out whole, without waiting: its reader may be gone at any `await`. What there is to tell of it
+    is put into the log together with the change; it is waited for room before.
+    """
+
+    def __init__(self, serving: Serving, session_id: str, state: SessionState, changed: Changed) -> None:
         self.id = session_id
         self.log = EventLog()
         self.conversation = Conversation(serving.llm, state.conversation)
-        self.settings = state.settings
+        self.state = state
+        """Changed in place."""
+        self.last_used_s = time.monotonic()
+        """When its client said something, or an answer ended."""
+        self.idle = asyncio.Event()
+        """Set while no answer is given."""
+        self.idle.set()
         self._serving = serving
-        self._save = save
+        self._changed = changed
+        self._is_draining = False
+        self._is_closed = False
         self._response: _Response | None = None
         self._task: asyncio.Task[None] | None = None
         """Reads the answer."""
@@ -136,11 +181,8 @@ class RealtimeSession:
         self._input_changed = False
         """Since it was looked at last."""
 
-    @property
-    def state(self) -> SessionState:
-        return SessionState(conversation=self.conversation.state, settings=self.settings)
-
     def shown(self) -> dict[str, object]:
+        """As OpenAI's clients expect it."""
         return {
             "id": self.id,
             "object": "realtime.session",
@@ -148,78 +190,117 @@ class RealtimeSession:
             "model": self._serving.model_name,
             "output_modalities": NEUTRAL_MODALITIES,
             "instructions": self.conversation.state.instructions or "",
-            "max_output_tokens": self.settings.max_output_tokens,
+            "max_output_tokens": self.state.settings.max_output_tokens,
             "tools": [],
             "tool_choice": "auto",
-            **self.settings.sampling,
+            **self.state.settings.sampling,
         }
 
-    async def close(self) -> None:
+    def touch(self) -> None:
+        """Somebody is here."""
+        self.last_used_s = time.monotonic()
+
+    def drain(self) -> None:
+        """No more answers; one that is being given goes on."""
+        self._is_draining = True
+
+    def close(self) -> None:
         """End it, with the answer that runs."""
+        self._is_closed = True
         for task in (self._task, self._progress):
             if task is not None:
                 task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+        if self._response is not None:
+            self._response.seen.close()
+            if self._response.apart is not None:
+                self._response.apart.close()
         self.conversation.close()
+        self.idle.set()
 
     # --- events -----------------------------------------------------------------------------------------------
 
     async def receive(self, data: str) -> None:
         """Carry out an event. What is wrong with it is told in an `error` event."""
+        await self.log.room()
+        self.touch()
+        event_id: str | None = None
         try:
-            event = events.read_client_event(data)
-        except UsageError as error:
-            await self.tell_error(error, events.event_id_of(data))
-            return
-        try:
-            await self._carry_out(event)
+            try:
+                event = events.read_client_event(data)
+            except SegueError:
+                event_id = events.event_id_of(data)
+                raise
+            event_id = event.event_id
+            await self._check_length(events.texts_of(event))
+            if not self._is_closed:
+                self._carry_out(event)
         except Exception as error:
-            await self.tell_error(error, event.event_id)
-        else:
-            await self._save(self)
+            self.tell_error(error, event_id)
 
-    async def tell_error(self, error: Exception, event_id: str | None = None) -> None:
+    def tell_error(self, error: Exception, event_id: str | None = None) -> None:
         """An `error` event; `event_id` is that of the event that was wrong."""
-        await self.log.add("error", error=error_fields(error, event_id))
+        self.log.put("error", error=error_fields(error, event_id))
 
-    async def _carry_out(self, event: events.AnyClientEvent) -> None:
+    async def _check_length(self, texts: Sequence[str]) -> None:
+        """Refuse what never fits before the event loop encodes it. Raises CapacityError."""
+        num_chars = sum(map(len, texts))
+        if num_chars < LONG_TEXT_CHARS:
+            return
+        limit = self._serving.max_model_len
+        if num_chars <= limit * self._serving.longest_token_bytes:
+            encode = self._serving.llm.get_tokenizer().encode
+            num_tokens = sum([len(await asyncio.to_thread(encode, text)) for text in texts])
+            if num_tokens <= limit:
+                return
+        raise CapacityError(
+            f"the event has {num_chars} characters, more than fit into max_model_len={limit} tokens: "
+            "shorten the text"
+        )
+
+    def _carry_out(self, event: events.AnyClientEvent) -> None:
         conversation = self.conversation
         match event:
             case events.SessionUpdate():
-                await self._update(event.session)
+                self._update(event.session)
             case events.ItemCreate():
-                await self._create_item(event)
+                self._create_item(event)
             case events.ItemDelete():
                 conversation.delete(conversation.find(event.item_id))
-                await self.log.add("conversation.item.deleted", item_id=event.item_id)
+                self.log.put("conversation.item.deleted", item_id=event.item_id)
             case events.ItemRetrieve():
                 item = conversation.state.items[conversation.find(event.item_id)]
-                await self.log.add("conversation.item.retrieved", item=item.shown())
+                self.log.put("conversation.item.retrieved", item=item.shown())
+                return
             case events.ResponseCreate():
-                await self._respond(event.response or events.ResponseFields())
+                self._respond(event.response or events.ResponseFields())
+                return
             case events.ResponseCancel():
                 self._cancel(event.response_id)
+                return
             case events.InputTextAppend():
+                self._check_waiting(conversation.state.input_text, event.text)
                 conversation.append(event.text)
                 self._watch_input()
             case events.InputTextRevise():
+                self._check_waiting(event.text)
                 conversation.revise(event.text)
                 self._watch_input()
             case events.InputTextClear():
-                conversation.revise("")
-                await self.log.add("input_text.cleared")
+                conversation.clear()
+                self.log.put("input_text.cleared")
             case events.InputTextCommit():
-                await self._commit()
+                self._commit()
+        is_input = isinstance(event, events.InputTextAppend | events.InputTextRevise | events.InputTextClear)
+        self._changed(self, is_border=not is_input)
 
-    async def _update(self, fields: events.SessionFields) -> None:
-        settings = self.settings.changed(fields)
-        if fields.instructions is not msgspec.UNSET:
+    def _update(self, fields: events.SessionFields) -> None:
+        settings = self.state.settings.changed(fields)
+        if fields.instructions is not None:
             self.conversation.set_instructions(fields.instructions)
-        self.settings = settings
-        await self.log.add("session.updated", session=self.shown())
+        self.state.settings = settings
+        self.log.put("session.updated", session=self.shown())
 
-    async def _create_item(self, event: events.ItemCreate) -> None:
+    def _create_item(self, event: events.ItemCreate) -> None:
         conversation = self.conversation
         item = _item(event.item)
         match event.previous_item_id:
@@ -230,50 +311,70 @@ class RealtimeSession:
             case item_id:
                 index = conversation.find(item_id) + 1
         conversation.insert(index, item)
-        await self._tell_item(item, conversation.previous_id(index))
+        self._tell_item(item, conversation.previous_id(index))
 
-    async def _tell_item(self, item: Item, previous_id: str | None) -> None:
+    def _tell_item(self, item: Item, previous_id: str | None) -> None:
         for kind in ("conversation.item.added", "conversation.item.done"):
-            await self.log.add(kind, previous_item_id=previous_id, item=item.shown())
+            self.log.put(kind, previous_item_id=previous_id, item=item.shown())
 
-    async def _commit(self) -> None:
+    def _commit(self) -> None:
         item = self.conversation.commit()
         previous_id = self.conversation.previous_id(len(self.conversation.state.items) - 1)
-        await self.log.add("input_text.committed", item_id=item.id, previous_item_id=previous_id)
-        await self._tell_item(item, previous_id)
+        self.log.put("input_text.committed", item_id=item.id, previous_item_id=previous_id)
+        self._tell_item(item, previous_id)
+
+    def _check_waiting(self, *texts: str) -> None:
+        if self.conversation.is_answering and sum(map(len, texts)) > MAX_WAITING_CHARS:
+            raise CapacityError(
+                f"while an answer is given, at most {MAX_WAITING_CHARS} characters of input may wait for its end: "
+                "send the rest after response.done, or send response.cancel"
+            )
 
     # --- answers ----------------------------------------------------------------------------------------------
 
-    async def _respond(self, fields: events.ResponseFields) -> None:
+    def _respond(self, fields: events.ResponseFields) -> None:
+        arrival_s = time.perf_counter()
+        if self._is_draining:
+            raise shutting_down()
         conversation = self.conversation
-        settings = self.settings.changed(fields)
+        settings = self.state.settings.changed(fields)
         params = settings.params()
         is_apart = (
-            fields.input is not None
-            or fields.instructions is not msgspec.UNSET
-            or fields.conversation == "none"
+            fields.input is not None or fields.instructions is not None or fields.conversation == "none"
         )
         if conversation.state.input_text and not is_apart and not conversation.is_answering:
-            await self._commit()
+            self._commit()
+            self._changed(self, is_border=True)
         apart: Session | None = None
+        computed: asyncio.Future[tuple[int, int]] | None = None
         records = fields.conversation != "none"
         if is_apart:
             apart, answer = conversation.respond_apart(self._messages(fields), params, records=records)
         else:
+            if conversation.live is not None:
+                computed = asyncio.ensure_future(conversation.live.progress())
+                computed.add_done_callback(_ignore_error)
             answer = conversation.respond(params)
         session = apart or conversation.live
         assert session is not None
-        self._response = _Response(
+        input_ids = session.token_ids
+        response = self._response = _Response(
             id=new_id("resp_"),
             item=Item.new("assistant", ""),
+            previous_id=conversation.previous_id(len(conversation.state.items)),
             answer=answer,
             settings=settings,
             metadata=fields.metadata,
-            num_input_tokens=len(session.token_ids),
+            input_ids=input_ids,
+            computed=computed,
+            seen=self._serving.metrics.request_started(params, len(input_ids)),
+            arrival_s=arrival_s,
             apart=apart,
             records=records,
         )
-        self._task = asyncio.create_task(self._give(self._response))
+        self.idle.clear()
+        self._tell_begin(response)
+        self._task = asyncio.create_task(self._give(response))
 
     def _messages(self, fields: events.ResponseFields) -> Sequence[dict[str, object]]:
         """What the model reads for an answer that is not simply the next one."""
@@ -281,7 +382,7 @@ class RealtimeSession:
         if fields.input is not None:
             head = messages[:1] if self.conversation.state.instructions else []
             messages = head + [dict(_item(each).message) for each in fields.input]
-        if fields.instructions is not msgspec.UNSET:
+        if fields.instructions is not None:
             messages = messages[1:] if self.conversation.state.instructions else messages
             if fields.instructions:
                 messages = [{"role": "system", "content": fields.instructions}, *messages]
@@ -299,58 +400,66 @@ class RealtimeSession:
     async def _give(self, response: _Response) -> None:
         """Send an answer as it comes."""
         error: Exception | None = None
-        where: dict[str, object] = {"response_id": response.id, "output_index": 0}
-        part = {**where, "item_id": response.item.id, "content_index": 0}
-        previous_id = self.conversation.previous_id(len(self.conversation.state.items))
-        item = {**response.item.shown(), "status": "in_progress", "content": []}
-        await self.log.add("response.created", response=response.shown("in_progress"))
-        await self.log.add("response.output_item.added", **where, item=item)
-        if response.records:
-            await self.log.add("conversation.item.added", previous_item_id=previous_id, item=item)
-        await self.log.add("response.content_part.added", **part, part={"type": "text", "text": ""})
         try:
             async for delta in response.answer:
+                now_s = time.perf_counter()
+                if delta.token_ids:
+                    response.took(now_s)
+                response.seen.took(delta, now_s)
                 if delta.text:
-                    await self.log.add("response.output_text.delta", **part, delta=delta.text)
+                    await self.log.add("response.output_text.delta", **response.part, delta=delta.text)
         except Exception as caught:
             error = caught
+        self._end(response, error)
+
+    def _end(self, response: _Response, error: Exception | None) -> None:
+        """The answer is over; whatever happens, this is told."""
         output = response.answer.delivered(FinishReason.ABORT if response.is_cancelled else None)
-        is_complete = error is None and output.finish_reason is FinishReason.STOP
-        response.item.is_complete = is_complete
+        response.item.is_complete = error is None and output.finish_reason is FinishReason.STOP
         self._response = None
         try:
             self.conversation.answered(response.item, output, response.apart)
-        except UsageError as caught:  # what was typed meanwhile does not fit
-            await self.tell_error(caught)
-        await self._save(self)
-        await self._tell_end(response, output, error, part, previous_id)
+        except Exception as caught:  # what was typed meanwhile does not fit, or the engine is gone
+            self.tell_error(caught)
+        self._changed(self, is_border=True)
+        self._tell_end(response, output, error)
+        if error is None:
+            response.seen.ended(response.measured(output))
+        else:
+            response.seen.failed()
+        self.touch()
+        self.idle.set()
 
-    async def _tell_end(
-        self,
-        response: _Response,
-        output: CompletionOutput,
-        error: Exception | None,
-        part: dict[str, object],
-        previous_id: str | None,
-    ) -> None:
-        item = response.item.shown()
-        where = {name: part[name] for name in ("response_id", "output_index")}
-        await self.log.add("response.output_text.done", **part, text=output.text)
-        await self.log.add("response.content_part.done", **part, part={"type": "text", "text": output.text})
-        await self.log.add("response.output_item.done", **where, item=item)
+    def _tell_begin(self, response: _Response) -> None:
+        item = {**response.item.shown(), "status": "in_progress", "content": []}
+        self.log.put("response.created", response=response.shown("in_progress"))
+        self.log.put("response.output_item.added", **response.where, item=item)
         if response.records:
-            await self.log.add("conversation.item.done", previous_item_id=previous_id, item=item)
+            self.log.put("conversation.item.added", previous_item_id=response.previous_id, item=item)
+        self.log.put("response.content_part.added", **response.part, part={"type": "text", "text": ""})
+
+    def _tell_end(self, response: _Response, output: CompletionOutput, error: Exception | None) -> None:
+        item, part = response.item.shown(), {"type": "text", "text": output.text}
+        self.log.put("response.output_text.done", **response.part, text=output.text)
+        self.log.put("response.content_part.done", **response.part, part=part)
+        self.log.put("response.output_item.done", **response.where, item=item)
+        if response.records:
+            self.log.put("conversation.item.done", previous_item_id=response.previous_id, item=item)
         status, details = _status(response, output, error)
-        num_input, num_output = response.num_input_tokens, len(output.token_ids)
+        num_input, num_output = len(response.input_ids), len(output.token_ids)
         usage = {
             "total_tokens": num_input + num_output,
             "input_tokens": num_input,
             "output_tokens": num_output,
-            "input_token_details": {"text_tokens": num_input, "audio_tokens": 0},
+            "input_token_details": {
+                "text_tokens": num_input,
+                "audio_tokens": 0,
+                "cached_tokens": response.num_cached_tokens,
+            },
             "output_token_details": {"text_tokens": num_output, "audio_tokens": 0},
         }
         shown = response.shown(status, status_details=details, output=[item], usage=usage)
-        await self.log.add("response.done", response=shown)
+        self.log.put("response.done", response=shown)
 
     # --- input ------------------------------------------------------------------------------------------------
 
@@ -367,7 +476,10 @@ class RealtimeSession:
             session = self.conversation.live
             if session is None or session.is_answering:
                 return
-            num_tokens, num_computed = await session.progress()
+            try:
+                num_tokens, num_computed = await session.progress()
+            except SegueError:  # of which the next event hears
+                return
             # The last token is left for the step that samples; a few more may change with what follows.
             if (num_tokens, num_computed) != told:
                 told = (num_tokens, num_computed)
@@ -379,7 +491,44 @@ class RealtimeSession:
 
 def error_fields(error: Exception, event_id: str | None = None) -> dict[str, object]:
     """What an `error` event says."""
-    return {**msgspec.to_builtins(error_of(error)[1].error), "event_id": event_id}
+    fields = msgspec.to_builtins(error_of(error)[1].error)
+    if len(fields["message"]) > MAX_MESSAGE_CHARS:
+        fields["message"] = f"{fields['message'][:MAX_MESSAGE_CHARS]}…"
+    return {**fields, "event_id": event_id}
+
+
+def shutting_down() -> HttpError:
+    """For what is asked of a server that is about to end."""
+    return HttpError(
+        "the server is being shut down: try again in a moment",
+        status=HTTPStatus.SERVICE_UNAVAILABLE,
+        code="server_shutting_down",
+        headers={"retry-after": "1", "connection": "close"},
+    )
+
+
+def _refuse_what_is_not_here(fields: events.SessionFields) -> None:
+    """Raises HttpError for settings that ask for more than text."""
+    where = "response" if isinstance(fields, events.ResponseFields) else "session"
+    for name, new in (
+        ("modalities", "output_modalities"),
+        ("max_response_output_tokens", "max_output_tokens"),
+    ):
+        if getattr(fields, name) is not None:
+            raise HttpError(
+                f"{where}.{name}: is of the beta interface, which this server does not have; use {new}",
+                param=f"{where}.{name}",
+                code="beta_api_shape_disabled",
+            )
+    if fields.type not in (None, "realtime"):
+        raise HttpError('session.type: this server has "realtime" only', param="session.type")
+    if fields.output_modalities not in (None, NEUTRAL_MODALITIES):
+        raise HttpError(
+            f'{where}.output_modalities: this server gives text; set it to ["text"]',
+            param=f"{where}.output_modalities",
+        )
+    if fields.tools:
+        raise HttpError("tools: not in a realtime session; use /v1/chat/completions", param="tools")
 
 
 def _item(fields: events.ItemFields) -> Item:
@@ -402,3 +551,8 @@ def _status(
     if output.finish_reason is FinishReason.LENGTH:
         return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
     return "completed", None
+
+
+def _ignore_error(future: "asyncio.Future[tuple[int, int]]") -> None:
+    if not future.cancelled():
+        future.exception()
