@@ -163,7 +163,10 @@ class LoadTest:
     async def _post(self, body: dict[str, object]) -> tuple[int, asyncio.StreamReader, asyncio.StreamWriter]:
         content = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection(self._host, self._port)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            "content-type: application/json\r\nconnection: close\r\n"
+        )
         writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
         try:
             status = int((await reader.readline()).split()[1])

@@ -206,6 +206,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         kv_bytes_per_token = sum(executor.kv_bytes_per_token for executor in executors)
         return EngineConfig(
             max_model_len=max_model_len,
+            model_context=longest,
             num_kv_blocks=self.num_kv_blocks or self._fit_kv_blocks(max_model_len, kv_bytes_per_token),
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,

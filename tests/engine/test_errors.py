@@ -190,8 +190,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"request_id": "taken"}, "request_id='taken': is in use by an unfinished request"),
     (
         {"prompt_token_ids": [2] * 64},
-        "the input has 64 tokens and max_model_len=64 must hold it and the answer: "
-        "shorten it or raise max_model_len",
+        "this model's maximum context length is 64 tokens, with the answer; the input has 64: shorten it",
     ),
     (
         {"params": greedy(4, prompt_logprobs=1), "resumable": True},
@@ -279,7 +278,9 @@ def test_a_chunk_that_does_not_fit_is_left_out_and_its_session_goes_on(
     (refusal,) = refused
     assert (refusal.finish_reason, refusal.finished, refusal.token_ids) == (FinishReason.ERROR, False, ())
     assert refusal.error is not None
-    assert refusal.error.startswith("the input has 34 tokens and max_model_len=32 must hold it")
+    assert refusal.error.endswith(
+        "context length is 32 tokens, with the answer; the input has 34: shorten it"
+    )
     plain = harness.plain()
     first, second = plain_turns(plain, [([2, 3, 4], answer), ([6, 7], greedy(4, ignore_eos=True))])
     assert harness.said["a"].token_ids == first + second
@@ -302,7 +303,7 @@ def test_there_must_be_something_to_answer() -> None:
 def test_what_can_never_fit_is_refused_at_once() -> None:
     """A prompt of the whole context is too long even though the pool would hold it."""
     harness = Harness(max_model_len=64, num_kv_blocks=64)
-    with pytest.raises(CapacityError, match="64 tokens and max_model_len=64"):
+    with pytest.raises(CapacityError, match="64 tokens, with the answer; the input has 64"):
         harness.engine.add_request("a", [2] * 64, greedy(1))
     with pytest.raises(
         CapacityError, match="max_model_len=64 needs 4 KV blocks of 16 tokens, num_kv_blocks=3"

@@ -276,7 +276,7 @@ def test_a_chunk_that_does_not_fit_is_left_out(engine: EngineProcess) -> None:
     (refused,) = [each for each in outputs if each.error is not None]
     assert (refused.request_id, refused.finish_reason) == ("a", FinishReason.ERROR)
     assert not refused.finished
-    assert "max_model_len=256" in (refused.error or "")
+    assert "maximum context length is 256 tokens" in (refused.error or "")
     assert len(tokens_of(outputs, "a")) == len(tokens_of(outputs, "b")) == 12
     assert engine.snapshot("a").requests[0].num_tokens == 212
     engine.abort_request("a")

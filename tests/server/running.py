@@ -123,7 +123,7 @@ class Script:
         self.num_steps += 1
         if self.failure is not None:
             raise self.failure
-        result = ForwardResult([], {}, {}, set())
+        result = ForwardResult([], {}, {}, {})
         for seq in seqs:
             if seq.sampling is None:
                 continue

@@ -60,11 +60,8 @@ def test_echo_and_prompt_logprobs(server: RunningServer, long_llm: LLM) -> None:
     (expected,) = long_llm.generate("the hen and", params, use_tqdm=False)
     (choice,) = complete(server, prompt="the hen and", max_tokens=4, echo=True, logprobs=1)["choices"]
     assert choice["text"] == "the hen and" + expected.outputs[0].text
-    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
-    assert [
-        choice["text"].startswith(token, offset)
-        for token, offset in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
-    ] == [True] * len(choice["logprobs"]["tokens"])
+    for token, offset in zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"].startswith(token, offset)
     prompt_ids = expected.prompt_token_ids
     assert expected.prompt_logprobs is not None
     assert choice["logprobs"]["token_logprobs"][: len(prompt_ids)] == [
@@ -86,6 +83,62 @@ def test_echo_and_prompt_logprobs(server: RunningServer, long_llm: LLM) -> None:
         None if entry is None else {i: each.logprob for i, each in entry.items()}
         for entry in expected.prompt_logprobs
     ]
+
+
+def test_echo_without_an_answer_costs_the_prompt(server: RunningServer) -> None:
+    body = {"prompt": ["the hen and", "inn"], "max_tokens": 0, "echo": True, "n": 2}
+    whole = complete(server, **body, logprobs=0)
+    assert [choice["text"] for choice in whole["choices"]] == ["the hen and"] * 2 + ["inn"] * 2
+    assert all(choice["finish_reason"] == "length" for choice in whole["choices"])
+    assert whole["usage"]["completion_tokens"] == 0
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] > 0
+    *chunks, last = stream(server, **body, stream_options={"include_usage": True})
+    assert last["usage"]["completion_tokens"] == 0
+    assert {c["finish_reason"] for chunk in chunks for c in chunk["choices"]} == {"length"}
+
+
+SAID = "the 🦊é hen 🐔🐔 in"
+"""The tokens of these models are bytes where they have no words."""
+
+
+def check_positions(choices: list[dict[str, Any]], *, num_after: int) -> None:
+    """Of the tokens of SAID and `num_after` that have no text."""
+    assert "".join(choice["text"] for choice in choices) == SAID
+    tokens, offsets, tops = (
+        [item for choice in choices for item in choice["logprobs"][field]]
+        for field in ("tokens", "text_offset", "top_logprobs")
+    )
+    data, positions = b"", []
+    for token in tokens[: len(tokens) - num_after]:
+        positions.append(len(data.decode(errors="ignore")))
+        part = token.removeprefix("bytes:")
+        is_part = part != token
+        data += part.encode().decode("unicode_escape").encode("latin-1") if is_part else token.encode()
+    assert data.decode() == SAID
+    assert r"bytes:\xf0" in tokens
+    assert offsets == positions + [len(SAID)] * num_after
+    assert all(token in top for token, top in zip(tokens, tops, strict=True) if top is not None)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_positions_and_names_of_parts_of_characters(scripted: Scripted, streamed: bool) -> None:
+    scripted.say(SAID)
+    body = {"prompt": "é🐔", "max_tokens": 60, "logprobs": 1}
+    if streamed:
+        choices = [choice for chunk in stream(scripted.server, **body) for choice in chunk["choices"]]
+    else:
+        choices = complete(scripted.server, **body)["choices"]
+    check_positions(choices, num_after=1)
+
+
+def test_positions_in_an_echoed_prompt(server: RunningServer) -> None:
+    check_positions(
+        complete(server, prompt=SAID, max_tokens=0, echo=True, logprobs=5)["choices"], num_after=0
+    )
+    (choice,) = complete(server, prompt=SAID, max_tokens=1, echo=True, logprobs=5)["choices"]
+    assert choice["logprobs"]["text_offset"][-1] == len(SAID)
+    sizes = [len(top) for top in choice["logprobs"]["top_logprobs"] if top is not None]
+    assert min(sizes) >= 5  # no two tokens share a key
 
 
 def test_echo_streams_the_prompt_first(server: RunningServer) -> None:

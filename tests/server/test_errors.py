@@ -1,14 +1,16 @@
 """What is wrong with a request comes back as OpenAI's error object, with the field's name."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from segue.server.options import ServerOptions
-from tests.server.conftest import Scripted
-from tests.server.running import RunningServer, read_events
+from tests.server.conftest import CONTEXT, Scripted
+from tests.server.running import RunningServer, read_events, serve_process
+from tests.weights.make_gguf import tiny_llama
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -169,7 +171,7 @@ def test_only_json_is_taken(server: RunningServer) -> None:
 
 def test_paths_and_methods(server: RunningServer) -> None:
     with server.client() as client:
-        for path in ("/v1/nothing", "/v1/completions/", "/v1/models/a/b", "/%00", "/v1/responses/resp_1"):
+        for path in ("/v1/nothing", "/v1/completions/", "/%00", "/v1/responses/resp_1"):
             response = client.get(path)
             assert response.status_code == 404, path
             assert "Invalid URL" in error_of(response)["message"]
@@ -186,9 +188,24 @@ def test_prompts_that_can_never_fit(server: RunningServer) -> None:
         for prompt in ([5] * 20_000, "hen " * 20_000, "x" * 3_000_000):
             response = client.post(COMPLETIONS, json={"prompt": prompt})
             assert response.status_code == 400
-            assert error_of(response)["code"] == "context_length_exceeded"
+            error = error_of(response)
+            assert error["code"] == "context_length_exceeded"
+            assert f"maximum context length is {CONTEXT} tokens" in error["message"]  # clients look for it
+            assert "max_model_len" not in error["message"]  # the model has no more
         response = client.post(CHAT, json={"messages": [{"role": "user", "content": "hen " * 20_000}]})
         assert error_of(response)["code"] == "context_length_exceeded"
+
+
+def test_prompts_that_a_flag_lets_in(tmp_path: Path) -> None:
+    with (
+        serve_process(
+            tmp_path / "log", tiny_llama(tmp_path / "tiny.gguf"), "--max-model-len", "100"
+        ) as server,
+        server.client() as client,
+    ):
+        message = error_of(client.post(COMPLETIONS, json={"prompt": [5] * 100}))["message"]
+    assert "maximum context length is 100 tokens" in message
+    assert "raise max_model_len" in message
 
 
 @pytest.mark.parametrize("scripted", [ServerOptions(max_request_bytes=1000)], indirect=True)

@@ -275,3 +275,32 @@ def test_no_key_is_shown(tmp_path: Path, long_path: Path) -> None:
         assert client.get("/v1/models", headers={"authorization": "Bearer a-secret"}).status_code == 200
         assert server.stop() == 0
     assert "a-secret" not in server.log
+
+
+def test_one_id_in_log_header_and_answer(tmp_path: Path, tiny_path: Path) -> None:
+    bodies = {
+        "/v1/completions": {"prompt": "a", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    }
+    with serve_process(tmp_path / "log", tiny_path) as server, server.client() as client:
+        for path, body in bodies.items():
+            for given, field in (
+                (None, None),
+                ("mine", None),
+                ("mine", "the-field"),
+                (None, "x" * 300 + "é"),
+            ):
+                headers = {} if given is None else {"x-request-id": given}
+                asked = body if field is None else {**body, "request_id": field[:256]}
+                answer = client.post(path, json=asked, headers=headers)
+                told = answer.headers["x-request-id"]
+                assert f"POST {path} 200 {told}\n" in server.log
+                _, _, own = answer.json()["id"].replace("_", "-", 1).partition("-")
+                if field is not None and len(field) > 256:
+                    assert own == field[:256]
+                else:
+                    assert told in (own, f"req_{own}")
+                    assert own == (field or given or own)
+        client.get("/a%0Ab")
+        assert "GET /a%0Ab 404" in server.log

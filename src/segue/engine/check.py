@@ -65,7 +65,13 @@ def check_turn(config: EngineConfig, history_len: int, num_new: int, params: Sam
 def _check_length(config: EngineConfig, length: int, params: SamplingParams | None) -> None:
     room = config.max_model_len - (params is not None)
     if length > room:
-        raise CapacityError(
-            f"the input has {length} tokens and max_model_len={config.max_model_len} "
-            "must hold it and the answer: shorten it or raise max_model_len"
-        )
+        raise too_long(config, f"the input has {length}")
+
+
+def too_long(config: EngineConfig, what: str) -> CapacityError:
+    """OpenAI's words for it, which clients look for."""
+    is_lowered = config.model_context is not None and config.max_model_len < config.model_context
+    advice = f"shorten it{' or raise max_model_len' if is_lowered else ''}"
+    return CapacityError(
+        f"this model's maximum context length is {config.max_model_len} tokens, with the answer; {what}: {advice}"
+    )

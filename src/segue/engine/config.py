@@ -63,6 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: int
     """The longest a request may become, prompt and output."""
+    model_context: int | None = None
+    """The longest that the model was made for. None: `max_model_len`."""
     num_kv_blocks: int
     block_size: int = 16
     max_num_seqs: int = 256

@@ -4,20 +4,23 @@ import base64
 import binascii
 import hmac
 import ipaddress
+import logging
 import socket
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from http import HTTPStatus
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from segue.server import request_id
 from segue.server.errors import HttpError, error_response
 from segue.server.metrics import Metrics
 from segue.server.options import ServerOptions
+
+log = logging.getLogger("segue.server")
 
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"})
 """Without a key: nothing there can be made to work, or shows what others ask."""
@@ -28,7 +31,7 @@ SUBPROTOCOL_KEY = "openai-insecure-api-key."
 SUBPROTOCOL_ENCODED_KEY = "segue-api-key."
 """The same with the key as base64url without padding: a subprotocol cannot have a "/" or a "=" in it."""
 ANY = "*"
-MAX_ID_CHARS = 128
+SHOWN_CHARS = 128
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Counted by name."""
 
@@ -98,7 +101,7 @@ def _address(scheme: str, address: str) -> tuple[str, int | None]:
 
 
 def _shown(header: str) -> str:
-    return ascii(header if len(header) <= MAX_ID_CHARS else f"{header[:MAX_ID_CHARS]}…")
+    return ascii(header if len(header) <= SHOWN_CHARS else f"{header[:SHOWN_CHARS]}…")
 
 
 class KeyCheck:
@@ -146,25 +149,31 @@ def _refusal(scope: Scope) -> HttpError:
     return HttpError(message, status=HTTPStatus.UNAUTHORIZED, code=code, headers=headers)
 
 
-class RequestCount:
-    """Counts requests by route and status, and gives each an id, which clients show in their logs."""
+class RequestLog:
+    """Gives each request an id, counts it by route and status, and tells of it in the log."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, router: Router) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, router: Router, *, tells: bool) -> None:
         self._app = app
         self._metrics = metrics
         self._router = router
+        self._tells = tells
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        request_id.begin(Headers(scope=scope).get("x-request-id", ""))
 
         async def send_counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                given = request_id.current()
+                assert given is not None
+                MutableHeaders(scope=message)["x-request-id"] = given
                 method = scope["method"] if scope["method"] in METHODS else "other"
                 self._metrics.http_request(method, self._route(scope), message["status"])
+                if self._tells:
+                    client, path = (scope["client"] or ("-",))[0], quote(scope["path"])
+                    log.info("%s %s %s %d %s", client, method, path, message["status"], given)
             await send(message)
 
         await self._app(scope, receive, send_counted)
@@ -176,9 +185,3 @@ class RequestCount:
             if match is not Match.NONE:
                 return str(getattr(route, "path", "other"))
         return "other"
-
-
-def _request_id(given: str) -> str:
-    if given and len(given) <= MAX_ID_CHARS and given.isascii() and given.isprintable():
-        return given
-    return f"req_{uuid.uuid4().hex}"

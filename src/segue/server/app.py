@@ -1,6 +1,6 @@
 """The ASGI application: every path, and what all requests pass through.
 
-CORS → count, request id → where it comes from → key → errors → endpoint
+CORS → request id, count, log → where it comes from → key → errors → endpoint
 """
 
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from segue.server.access import KeyCheck, PlaceCheck, RequestCount
+from segue.server.access import KeyCheck, PlaceCheck, RequestLog
 from segue.server.chat import ChatChunk, ChatCompletion, ChatRequest, create_chat_completion
 from segue.server.completions import Completion, CompletionRequest, create_completion
 from segue.server.docs import docs_page
@@ -73,7 +73,7 @@ ENDPOINTS = (
         chunk=AnyEvent,
     ),
     Endpoint("GET", "/v1/models", list_models, "The models that are served", answer=ModelList),
-    Endpoint("GET", "/v1/models/{model}", get_model, "One of them", answer=Model),
+    Endpoint("GET", "/v1/models/{model:path}", get_model, "One of them", answer=Model),
     Endpoint(
         "POST",
         "/tokenize",
@@ -115,7 +115,7 @@ def create_app(serving: Serving, *, more_routes: tuple[BaseRoute, ...] = ()) -> 
     if options.api_keys:
         app.add_middleware(KeyCheck, keys=options.api_keys)
     app.add_middleware(PlaceCheck, options=options)
-    app.add_middleware(RequestCount, metrics=serving.metrics, router=app.router)
+    app.add_middleware(RequestLog, metrics=serving.metrics, router=app.router, tells=options.access_log)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -19,8 +19,9 @@ from segue.server.errors import fields_named
 from segue.server.events import EventStream, json_when_done, until_done
 from segue.server.logprobs import ChatLogprobs, Entry, LogprobWriter, PromptLogprob, prompt_logprobs
 from segue.server.prompts import encode_messages, truncated
+from segue.server.request_id import answer_id
 from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, CompletionFields, Count
-from segue.server.serving import SYSTEM_FINGERPRINT, Serving, new_id, serving_of
+from segue.server.serving import SYSTEM_FINGERPRINT, Serving, serving_of
 from segue.server.tokens import CHAT_TEMPLATE
 from segue.server.tools.calls import (
     CallReader,
@@ -174,7 +175,7 @@ class _Writer:
         self._logprobs = LogprobWriter(
             serving.llm.get_tokenizer(), as_ids=bool(body.return_tokens_as_token_ids)
         )
-        self._id = f"chatcmpl-{body.request_id}" if body.request_id else new_id("chatcmpl-")
+        self._id = answer_id("chatcmpl-", body.request_id)
         self._model = model
         self._created = serving.now()
 

@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from segue.engine.outputs import FinishReason
 from segue.errors import ParameterError
 from segue.outputs import CompletionOutput, Delta, RequestOutput
 from segue.sample.params import SamplingParams
@@ -20,10 +21,12 @@ from segue.server.logprobs import (
     CompletionLogprobs,
     Entry,
     LogprobWriter,
+    Positions,
     PromptLogprob,
     prompt_logprobs,
 )
 from segue.server.prompts import Prompts, encode_prompts
+from segue.server.request_id import answer_id
 from segue.server.sampling import (
     IGNORED_SAMPLING,
     MAX_ANSWERS,
@@ -31,7 +34,7 @@ from segue.server.sampling import (
     CompletionFields,
     Count,
 )
-from segue.server.serving import SYSTEM_FINGERPRINT, Serving, new_id, serving_of
+from segue.server.serving import SYSTEM_FINGERPRINT, Serving, serving_of
 from segue.server.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -113,9 +116,9 @@ class _Writer:
         self._answers = answers
         self._tokenizer = serving.llm.get_tokenizer()
         self._logprobs = LogprobWriter(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self._offsets: dict[int, int] = {}
-        """Where the text of each answer's next token begins."""
-        self._id = f"cmpl-{body.request_id}" if body.request_id else new_id("cmpl-")
+        self._positions: dict[int, Positions] = {}
+        """Of the answers that have begun."""
+        self._id = answer_id("cmpl-", body.request_id)
         self._model = model
         self._created = serving.now()
 
@@ -148,61 +151,73 @@ class _Writer:
             for prompt, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return self._completion(choices, self._answers.usage)
+        return self._completion(choices, self._usage)
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         usage: Usage | UnsetType | None = None if self._body.include_usage else UNSET
         async with contextlib.aclosing(self._answers.deltas()) as deltas:
             async for delta in deltas:
                 if self._body.continuous_usage:
-                    usage = self._answers.usage
+                    usage = self._usage
                 yield self._completion([self._delta_choice(delta)], usage)
         if self._body.include_usage:
-            yield self._completion([], self._answers.usage)
+            yield self._completion([], self._usage)
+
+    @property
+    def _usage(self) -> Usage:
+        """The token that is drawn so that there are logprobs of the prompt is nobody's."""
+        usage = self._answers.usage
+        if not self._body.is_only_echo:
+            return usage
+        return msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def _choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
-        text, token_ids, logprobs = answer.text, answer.token_ids, answer.logprobs
-        if self._body.is_only_echo:
-            text, token_ids, logprobs = "", [], None if logprobs is None else []
-        choice = self._new_choice(index, text, token_ids, logprobs)
-        choice.finish_reason = "length" if self._body.is_only_echo else str(answer.finish_reason)
-        choice.stop_reason = answer.stop_reason
+        choice = self._new_choice(index, answer.text, answer.token_ids, answer.logprobs)
+        self._end(choice, answer.finish_reason, answer.stop_reason)
         if self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or UNSET
         return choice
 
     def _delta_choice(self, delta: Delta) -> CompletionChoice:
-        if self._body.is_only_echo:
-            delta.text, delta.token_ids = "", []
-            delta.logprobs = None if delta.logprobs is None else []
         choice = self._new_choice(delta.index, delta.text, delta.token_ids, delta.logprobs)
-        choice.finish_reason = None if delta.finish_reason is None else str(delta.finish_reason)
-        choice.stop_reason = delta.stop_reason
+        if delta.finish_reason is not None:
+            self._end(choice, delta.finish_reason, delta.stop_reason)
         return choice
+
+    def _end(
+        self, choice: CompletionChoice, reason: FinishReason | None, stop_reason: int | str | None
+    ) -> None:
+        is_only_echo = self._body.is_only_echo
+        choice.finish_reason = "length" if is_only_echo else str(reason)
+        choice.stop_reason = None if is_only_echo else stop_reason
 
     def _new_choice(
         self, index: int, text: str, token_ids: list[int], entries: Sequence[Entry] | None
     ) -> CompletionChoice:
         """New tokens of an answer, the prompt before the first ones if it is echoed."""
-        is_first = index not in self._offsets
+        if self._body.is_only_echo:
+            text, token_ids, entries = "", [], None if entries is None else []
+        is_first = index not in self._positions
         prompt = index // self._answers.params.n
         prompt_ids = self._answers.prompts[prompt].token_ids
-        scored_ids: list[int] = token_ids
-        scored: list[Entry | None] = list(entries or ())
-        if is_first and self._body.echo:
-            text = self._prompt_text(prompt) + text
-            if entries is not None:
-                scored_ids = prompt_ids + token_ids
-                scored = list(self._answers.output(prompt).prompt_logprobs or ()) + scored
+        echoed = self._prompt_text(prompt) if self._body.echo else ""
+        if is_first:
+            hidden = self._tokenizer.special_ids if self._answers.params.skip_special_tokens else ()
+            self._positions[index] = Positions(self._tokenizer, len(echoed), hidden=hidden)
         logprobs = None
-        self._offsets.setdefault(index, 0)
         if entries is not None:
-            logprobs, self._offsets[index] = self._logprobs.completion(
-                scored_ids, scored, self._offsets[index]
-            )
+            scored_ids: list[int] = token_ids
+            scored: list[Entry | None] = list(entries)
+            positions = [self._positions[index].take(token) for token in token_ids]
+            if is_first and self._body.echo:
+                scored_ids = prompt_ids + scored_ids
+                scored = [*(self._answers.output(prompt).prompt_logprobs or ()), *scored]
+                positions = self._prompt_positions(prompt_ids, echoed) + positions
+            logprobs = self._logprobs.completion(scored_ids, scored, positions)
+        text = echoed + text if is_first else text
         choice = CompletionChoice(
             index=index, text=text, logprobs=logprobs, finish_reason=None, stop_reason=None
         )
@@ -217,3 +232,10 @@ class _Writer:
         if encoded.text is not None and self._body.truncate_prompt_tokens is None:
             return encoded.text
         return self._tokenizer.decode(encoded.token_ids, skip_special_tokens=False)
+
+    def _prompt_positions(self, ids: Sequence[int], text: str) -> list[int]:
+        """The token that the model wants first is not in a text that was given without it."""
+        bos = self._tokenizer.bos_token
+        is_added = ids[:1] == [self._tokenizer.bos_token_id] and not text.startswith(bos)
+        positions = Positions(self._tokenizer, -len(bos) if is_added else 0)
+        return [max(positions.take(token), 0) for token in ids]

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.errors import CapacityError, EngineDead, ParameterError, SegueError, UsageError
+from segue.server import request_id
 
 log = logging.getLogger("segue.server")
 
@@ -65,7 +66,7 @@ def error_of(error: Exception) -> tuple[HTTPStatus, ErrorResponse]:
     if isinstance(error, SegueError):
         message = str(error)
     else:
-        log.error("internal error", exc_info=error)
+        log.error("internal error in %s", request_id.current() or "a session", exc_info=error)
         message = "internal error; the server's log has it"
     kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     return status, ErrorResponse(ErrorObject(message=message, type=kind, param=param, code=code))

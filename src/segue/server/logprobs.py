@@ -1,6 +1,7 @@
 """Log-probabilities in the formats of completions, of chat completions, and of vLLM's `prompt_logprobs`."""
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -44,6 +45,24 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
     decoded_token: str
 
 
+class Positions:
+    """Where a text's tokens begin in it, in characters. One that goes on with a character begins where that does."""
+
+    def __init__(self, tokenizer: Tokenizer, start: int, *, hidden: Collection[int] = ()) -> None:
+        """`start` is that of the first token; `hidden` ones have no text."""
+        self._tokenizer = tokenizer
+        self._hidden = hidden
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._next = start
+
+    def take(self, token: int) -> int:
+        """The next token's."""
+        position = self._next
+        if token not in self._hidden:
+            self._next += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
+        return position
+
+
 class LogprobWriter:
     """Writes one model's entries. With `as_ids`, tokens are named "token_id:42" rather than by their text."""
 
@@ -74,26 +93,34 @@ class LogprobWriter:
         return ChatLogprobs(content=content)
 
     def completion(
-        self, token_ids: Sequence[int], entries: Sequence[Entry | None], offset: int
-    ) -> tuple[CompletionLogprobs, int]:
-        """`offset` is where the first token's text begins; returned with where the last one's ends.
-
-        The first token of a prompt has None for an entry.
-        """
+        self, token_ids: Sequence[int], entries: Sequence[Entry | None], positions: Sequence[int]
+    ) -> CompletionLogprobs:
+        """All three of equal length. The first token of a prompt has None for an entry."""
         logprobs = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-        for token, entry in zip(token_ids, entries, strict=True):
-            text = self._tokenizer.decode([token], skip_special_tokens=False)
-            logprobs.text_offset.append(offset)
-            logprobs.tokens.append(f"token_id:{token}" if self._as_ids else text)
+        for token, entry, position in zip(token_ids, entries, positions, strict=True):
+            logprobs.text_offset.append(position)
+            logprobs.tokens.append(self._key(token))
             logprobs.token_logprobs.append(None if entry is None else entry[token].logprob)
-            logprobs.top_logprobs.append(
-                None if entry is None else {self.name(i, each): each.logprob for i, each in entry.items()}
-            )
-            offset += len(text)
-        return logprobs, offset
+            top: dict[str, float] = {}
+            for i, each in (entry or {}).items():
+                top.setdefault(
+                    self._key(i), each.logprob
+                )  # of two with the same text, the drawn or likelier one
+            logprobs.top_logprobs.append(None if entry is None else top)
+        return logprobs
 
     def name(self, token: int, logprob: Logprob) -> str:
         return f"token_id:{token}" if self._as_ids else logprob.decoded_token
+
+    def _key(self, token: int) -> str:
+        """As `name`, but different bytes are different: a part of a character is "bytes:\\xf0\\x9f", OpenAI's form."""
+        if self._as_ids:
+            return f"token_id:{token}"
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return f"bytes:{data.decode(errors='backslashreplace')}"
 
 
 def prompt_logprobs(entries: Sequence[Entry | None] | None) -> list[dict[str, PromptLogprob] | None] | None:

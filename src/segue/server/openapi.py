@@ -1,5 +1,6 @@
 """The OpenAPI document, made from the endpoints and their structs."""
 
+import re
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -44,7 +45,9 @@ def _document(endpoints: Sequence[Endpoint]) -> Schema:
     schema_of = dict(zip(types, schemas, strict=True))
     paths: dict[str, Schema] = {}
     for endpoint in endpoints:
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, schema_of)
+        paths.setdefault(endpoint.path.replace(":path}", "}"), {})[endpoint.method.lower()] = _operation(
+            endpoint, schema_of
+        )
     return {
         "openapi": "3.1.0",
         "info": {
@@ -90,7 +93,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[Any, Schema]) -> Schema:
         "summary": endpoint.summary,
         "responses": {"200": answer, "default": error},
     }
-    names = [part[1:-1] for part in endpoint.path.split("/") if part.startswith("{")]
+    names = re.findall(r"\{(\w+)", endpoint.path)
     if names:
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names

@@ -5,7 +5,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from segue.errors import CapacityError, ParameterError
+from segue.engine.check import too_long
+from segue.errors import ParameterError
 from segue.llm import Message
 from segue.prompts import EncodedPrompt
 from segue.server.sampling import CompletionFields
@@ -52,10 +53,7 @@ async def encode_text(
 ) -> list[int]:
     """The ids of a text. One that can never fit is refused before it is encoded, unless it `may_be_longer`."""
     if not may_be_longer and len(text) > serving.max_model_len * serving.longest_token_bytes:
-        raise CapacityError(
-            f"the prompt has {len(text)} characters; the model's context of {serving.max_model_len} tokens "
-            "never holds so many: shorten it"
-        )
+        raise too_long(serving.llm.config, f"the prompt has {len(text)} characters")
     tokenizer = serving.llm.get_tokenizer()
     return await _beside(
         len(text), lambda: tokenizer.encode(text, parse_special=True, add_special_tokens=add_special_tokens)

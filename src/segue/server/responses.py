@@ -21,6 +21,7 @@ from segue.server.errors import error_of, fields_named
 from segue.server.events import EventStream, json_when_done, named_event
 from segue.server.logprobs import LogprobWriter, TokenLogprob
 from segue.server.prompts import encode_messages
+from segue.server.request_id import answer_id
 from segue.server.response_objects import (
     ArgumentsDelta,
     ArgumentsDone,
@@ -160,7 +161,7 @@ class _Writer:
             prompt = EncodedPrompt(text=None, token_ids=ids, cache_salt=body.cache_salt)
             answers = Answers(serving, [prompt], params, priority=body.priority or 0)
         response = ResponseObject(
-            id=f"resp_{body.request_id}" if body.request_id else new_id("resp_"),
+            id=answer_id("resp_", body.request_id),
             created_at=serving.now(),
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,

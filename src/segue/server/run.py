@@ -51,7 +51,7 @@ def run_server(llm: AsyncLLM, model: str, options: ServerOptions, listener: sock
     config = uvicorn.Config(
         door,
         log_config=None,
-        access_log=options.access_log,
+        access_log=False,  # ours has the request's id
         ssl_keyfile=options.ssl_keyfile,
         ssl_certfile=options.ssl_certfile,
         lifespan="off",
@@ -155,8 +155,7 @@ def _set_up_logging(options: ServerOptions) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     level = logging.getLevelNamesMapping()[options.log_level.upper()]
-    for name in ("segue", "uvicorn.access"):
-        logging.getLogger(name).setLevel(level)
+    logging.getLogger("segue").setLevel(level)
     for name in ("segue", "uvicorn"):
         logging.getLogger(name).addHandler(handler)
         logging.getLogger(name).propagate = False
