@@ -14,17 +14,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from segue.args import EngineArgs, EngineOptions
-from segue.engine.outputs import FinishReason
+from segue.engine.outputs import EngineOutput, FinishReason
 from segue.errors import EngineDead, ParameterError, RequestFailed
-from segue.interrupts import DeferredInterrupt
 from segue.output_processor import OutputProcessor
 from segue.outputs import Delta, Prompt, RequestOutput
 from segue.prompts import EncodedPrompt, encode_prompt
 from segue.sample.params import SamplingParams
+from segue.stepping import SharedSteps
 from segue.tokens import Tokenizer
 
 if TYPE_CHECKING:
-    from segue.engine.client import EngineClient
     from segue.session.blocking import BlockingSession
 
 Message = Mapping[str, object]
@@ -46,9 +45,8 @@ class LLM:
             args = EngineArgs.of(model, options)
         loaded = args.load()
         self.config = loaded.config
-        self._engine = loaded.engine
+        self._steps = SharedSteps(loaded.engine)
         self._tokenizer = loaded.tokenizer
-        self._processor = OutputProcessor(loaded.tokenizer)
         self._numbers = itertools.count()
 
     def generate(
@@ -94,8 +92,9 @@ class LLM:
         return self._generate(encoded, sampling_params, use_tqdm=use_tqdm, priority=None)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> "Stream":
-        """Answers one prompt, as it comes. Nothing else can run on this LLM until the stream is closed."""
-        batch = _Batch(self._engine, self._processor)
+        """Answers one prompt, as it comes. Its request goes on whenever anything runs on this LLM, until the stream is
+        read to its end or closed."""
+        batch = _Batch(self._steps, self._tokenizer)
         params = sampling_params or SamplingParams()
         try:
             batch.add(next(self._numbers), encode_prompt(self._tokenizer, prompt), params, priority=0)
@@ -123,18 +122,18 @@ class LLM:
         text. Input is computed when it is appended."""
         from segue.session.blocking import open_session
 
-        return open_session(self._engine, self._tokenizer, messages, role, f"session-{next(self._numbers)}")
+        return open_session(self._steps, self._tokenizer, messages, role, f"session-{next(self._numbers)}")
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached KV."""
-        self._engine.reset_prefix_cache()
+        self._steps.engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Gives back the model's memory and threads."""
-        self._engine.close()
+        self._steps.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +159,7 @@ class LLM:
         for name, values in (("sampling_params", params), ("priority", priorities)):
             if len(values) != len(prompts):
                 raise ParameterError(name, f"{len(values)} values", f"there are {len(prompts)} prompts")
-        batch = _Batch(self._engine, self._processor)
+        batch = _Batch(self._steps, self._tokenizer)
         with (
             contextlib.closing(batch),
             _progress(sum(each.n for each in params), enabled=use_tqdm) as advance,
@@ -218,10 +217,12 @@ class Stream(Iterator[Delta]):
 class _Batch:
     """Requests that are carried out together, each known by its number."""
 
-    def __init__(self, engine: "EngineClient", processor: OutputProcessor) -> None:
-        self._engine = engine
-        self._processor = processor
+    def __init__(self, steps: SharedSteps, tokenizer: Tokenizer) -> None:
+        self._steps = steps
+        self._processor = OutputProcessor(tokenizer)
         self._request_ids: list[str] = []
+        self._deltas: list[Delta] = []
+        """New, and not returned by `step` yet."""
         self._outputs: list[RequestOutput] | None = None
         """Once closed."""
 
@@ -232,7 +233,8 @@ class _Batch:
         )
         self._request_ids.append(request_id)
         for request in engine_requests:
-            self._engine.add_request(
+            self._steps.open(request.request_id, self._receive)
+            self._steps.engine.add_request(
                 request.request_id,
                 prompt.token_ids,
                 request.params,
@@ -242,18 +244,16 @@ class _Batch:
 
     @property
     def is_running(self) -> bool:
-        return self._outputs is None and self._processor.num_open_answers > 0
+        return self._outputs is None and (self._processor.num_open_answers > 0 or bool(self._deltas))
 
     def step(self) -> list[Delta]:
-        """One step of the engine, which Ctrl-C does not cut in two."""
-        with DeferredInterrupt():
-            if not self._engine.has_unfinished_requests():
+        """What is new: of a step of the engine, unless others' steps have brought something already."""
+        if not self._deltas:
+            if not self._steps.engine.has_unfinished_requests():
                 raise EngineDead("the engine lost its requests: make a new LLM")
-            processed = self._processor.process(self._engine.step())
-            for engine_id in processed.aborts:
-                self._processor.record_metrics(engine_id, self._engine.metrics_of(engine_id))
-                self._engine.abort_request(engine_id)
-        return processed.deltas
+            self._steps.step()
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def outputs(self) -> list[RequestOutput]:
         if self._outputs is not None:
@@ -266,8 +266,22 @@ class _Batch:
             return
         for request_id in self._request_ids:
             for engine_id in self._processor.abort(request_id):
-                self._engine.abort_request(engine_id)
+                self._abort(engine_id)
         self._outputs = [self._processor.pop(request_id) for request_id in self._request_ids]
+
+    def _receive(self, output: EngineOutput | EngineDead) -> None:
+        if isinstance(output, EngineDead):
+            return  # whoever steps next hears of it
+        processed = self._processor.process((output,))
+        self._deltas += processed.deltas
+        for engine_id in processed.aborts:
+            self._processor.record_metrics(engine_id, self._steps.engine.metrics_of(engine_id))
+            self._abort(engine_id)
+
+    def _abort(self, engine_id: str) -> None:
+        self._steps.close(engine_id)
+        with contextlib.suppress(EngineDead):
+            self._steps.engine.abort_request(engine_id)
 
 
 def _conversations(

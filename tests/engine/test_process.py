@@ -466,7 +466,7 @@ thread = threading.Thread(target=main)
 thread.start()
 thread.join()
 (output,) = llm.generate("the hen", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
-print(len(output.outputs[0].token_ids), llm._engine._child.process.pid, flush=True)
+print(len(output.outputs[0].token_ids), llm._steps.engine._child.process.pid, flush=True)
 """
 
 

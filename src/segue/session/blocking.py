@@ -1,208 +1,175 @@
 """`BlockingSession`: a live session for scripts, on an `LLM`. One thread, one answer at a time."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from typing import Self
 
-from segue.engine.client import EngineClient
 from segue.engine.outputs import EngineOutput, FinishReason
-from segue.errors import RequestFailed
-from segue.interrupts import DeferredInterrupt
-from segue.output_processor import OutputProcessor
+from segue.errors import EngineDead
 from segue.outputs import CompletionOutput, Delta
 from segue.sample.params import SamplingParams
-from segue.session.state import Command, Extend, Phase, SessionState, Truncate
-from segue.session.turns import ChatTurn, RawTurn, TurnText
+from segue.session.answer import AnswerSoFar
+from segue.session.core import LiveSession, SessionAnswer
+from segue.session.link import Handler, Link
+from segue.session.state import SessionState
+from segue.session.turns import first_turn
+from segue.stepping import SharedSteps
 from segue.tokens import Tokenizer
 from segue.tokens.chat import Message
 
 
 def open_session(
-    engine: EngineClient, tokenizer: Tokenizer, messages: Sequence[Message] | None, role: str, session_id: str
+    steps: SharedSteps, tokenizer: Tokenizer, messages: Sequence[Message] | None, role: str, session_id: str
 ) -> "BlockingSession":
     """A new session; see `LLM.session`."""
-    turn: TurnText = (
-        RawTurn(tokenizer) if messages is None else ChatTurn(tokenizer, messages, role, datetime.now())
-    )
-    state = SessionState(turn, max_model_len=engine.config.max_model_len)
-    return BlockingSession(engine, tokenizer, state, session_id)
+    turn = first_turn(tokenizer, messages, role, datetime.now)
+    state = SessionState(turn=turn, max_model_len=steps.engine.config.max_model_len)
+    return BlockingSession(steps, tokenizer, state, session_id)
 
 
-class BlockingSession:
+class _Line:
+    """A request of an engine of this thread."""
+
+    def __init__(self, steps: SharedSteps, request_id: str, handler: Handler) -> None:
+        self.request_id = request_id
+        self.is_open = True
+        self._steps = steps
+        self._handler = handler
+        steps.open(request_id, self._receive)
+
+    def truncate(self, num_tokens: int) -> None:
+        self._steps.engine.truncate(self.request_id, num_tokens)
+
+    def add_chunk(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
+        self._steps.engine.add_chunk(self.request_id, token_ids, params)
+
+    def abort(self) -> None:
+        self.is_open = False
+        self._steps.close(self.request_id)
+        with contextlib.suppress(EngineDead):
+            self._steps.engine.abort_request(self.request_id)
+
+    def is_computed(self) -> bool:
+        """Whether the engine has computed all that it was told, and waits for more."""
+        requests = self._steps.engine.snapshot(self.request_id).requests
+        return bool(requests) and requests[0].state == "idle"
+
+    def _receive(self, output: EngineOutput | EngineDead) -> None:
+        if isinstance(output, EngineDead) or output.finished:
+            self.is_open = False
+        self._handler(output)
+
+
+class BlockingSession(LiveSession["BlockingAnswer", _Line]):
     """The methods of `Session`; input is computed before they return. Errors leave the session as it was."""
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Tokenizer, state: SessionState, session_id: str
+        self, steps: SharedSteps, tokenizer: Tokenizer, state: SessionState, session_id: str
     ) -> None:
-        self.id = session_id
-        self._engine = engine
+        super().__init__(session_id, state)
+        self._steps = steps
         self._tokenizer = tokenizer
-        self._state = state
         self._numbers = itertools.count()
-        self._request_id: str | None = None
-        """The engine's; None while it has nothing of this session."""
-        self._answer: BlockingAnswer | None = None
-
-    @property
-    def text(self) -> str:
-        """Of the turn that has not been answered yet."""
-        return self._state.text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The history: what the model has seen or will see before anything that is said next."""
-        return [*self._state.kept, *self._state.sent]
-
-    def append(self, text: str | bytes) -> None:
-        """More text for the open turn; bytes are UTF-8 and may end within a character."""
-        self._send(self._state.append(text))
-
-    def revise(self, text: str) -> None:
-        """Replace the open turn's text: only what differs is computed again."""
-        self._send(self._state.revise(text))
-
-    def set_role(self, role: str) -> None:
-        """Who speaks the open turn, before its first text."""
-        self._state.set_role(role)
-
-    def commit(self) -> None:
-        """The turn is complete."""
-        self._send(self._state.commit())
-
-    def reopen(self) -> None:
-        """Take back a commit, to append or revise after all."""
-        self._state.reopen()
-
-    def respond(self, params: SamplingParams | None = None) -> "BlockingAnswer":
-        """Answer the turn: `for delta in session.respond(params)`. Read it to its end, or interrupt, before
-        anything else runs on this LLM."""
-        params = params or SamplingParams(max_tokens=None)
-        params.check_vocab(self._engine.vocab_size)
-        commands = self._state.respond(params)
-        self._answer = BlockingAnswer(self, self._tokenizer, params)
-        self._tell(commands)
-        return self._answer
-
-    def interrupt(self) -> CompletionOutput | None:
-        """End the answer: what was read of it is kept, and nothing else. Returns that; None without an answer."""
-        if self._answer is None:
-            return None
-        return self.end_answer(self._answer.read(FinishReason.ABORT))
 
     def fork(self) -> "BlockingSession":
-        """A session that goes on from here by itself and shares what is computed."""
-        state = self._state.fork()
-        if self._answer is not None:
-            state.answered(self._answer.read(FinishReason.ABORT))
-        fork = BlockingSession(self._engine, self._tokenizer, state, f"{self.id}/fork-{next(self._numbers)}")
-        if self._request_id is not None and state.num_history_tokens:
-            fork._request_id = fork._new_request_id()
-            self._engine.fork(self._request_id, fork._request_id, state.num_history_tokens)
+        """A session that goes on from here by itself and shares what is computed. An answer that is being read goes
+        on; the fork's history has what was read of it. Raises SessionClosed, EngineDead."""
+        state = self._forked_state()
+        fork = BlockingSession(self._steps, self._tokenizer, state, f"{self.id}/fork-{next(self._numbers)}")
+        fork._share(self._link, fork._fork_line)
         return fork
-
-    def close(self) -> None:
-        """Forget the session. May be called again."""
-        if self._state.phase is not Phase.CLOSED:
-            self._answer = None
-            self._state.close()
-            self._drop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     # --- for the answer ---------------------------------------------------------------------------------------
 
-    def step(self) -> list[EngineOutput]:
-        """One step of the engine; the outputs of this session. Raises RequestFailed when its request failed."""
-        with DeferredInterrupt():
-            outputs = [each for each in self._engine.step() if each.request_id == self._request_id]
-        for output in outputs:
-            if output.finish_reason is FinishReason.ERROR:
-                # The session has its ids; the next command starts anew with them.
-                self._drop()
-                raise RequestFailed(output.error or "the request failed")
-        return outputs
+    def step(self) -> None:
+        """Let the engine do something. Raises EngineDead when there is nothing to do, or no engine."""
+        if not self._steps.engine.has_unfinished_requests():
+            raise EngineDead("the engine lost its requests: make a new LLM")
+        self._steps.step()
 
-    def end_answer(self, answer: CompletionOutput) -> CompletionOutput:
-        """What was read is history; the engine forgets the rest."""
-        self._answer = None
-        self._send(self._state.answered(answer))
-        return answer
+    def answer_was_read(self, answer: "BlockingAnswer") -> None:
+        """To its end, or to its error."""
+        self._answer_was_read(answer)
 
-    def _send(self, commands: Sequence[Command]) -> None:
-        """Tell the engine, and let it compute."""
-        self._tell(commands)
-        while self._engine.has_unfinished_requests():
-            self.step()
+    # --- how it reaches its engine ----------------------------------------------------------------------------
 
-    def _tell(self, commands: Sequence[Command]) -> None:
-        if self._request_id is None:
-            if self._state.num_history_tokens:
-                params = commands[-1].params if commands and isinstance(commands[-1], Extend) else None
-                self._request_id = self._new_request_id()
-                self._engine.add_request(self._request_id, self.token_ids, params, resumable=True, keep="all")
-            return
-        for command in commands:
-            match command:
-                case Truncate(num_tokens):
-                    self._engine.truncate(self._request_id, num_tokens)
-                case Extend(token_ids, params):
-                    self._engine.add_chunk(self._request_id, token_ids, params)
+    @property
+    def _vocab_size(self) -> int:
+        return self._steps.engine.vocab_size
+
+    def _new_answer(self, params: SamplingParams) -> "BlockingAnswer":
+        return BlockingAnswer(self, self._tokenizer, params)
+
+    def _open(self, token_ids: Sequence[int], answer: AnswerSoFar | None) -> Link[_Line]:
+        def connect(handler: Handler) -> _Line:
+            line = _Line(self._steps, self._new_request_id(), handler)
+            params = None if answer is None else answer.params
+            try:
+                self._steps.engine.add_request(line.request_id, token_ids, params, resumable=True, keep="all")
+            except BaseException:
+                line.abort()
+                raise
+            return line
+
+        return Link(connect, token_ids, answer)
+
+    def _fork_line(self, source: _Line, handler: Handler, num_tokens: int) -> _Line:
+        line = _Line(self._steps, self._new_request_id(), handler)
+        try:
+            self._steps.engine.fork(source.request_id, line.request_id, num_tokens)
+        except BaseException:
+            line.abort()
+            raise
+        return line
+
+    def _become(self, state: SessionState) -> None:
+        """Also computes what is new, as far as it can be before what follows."""
+        self._tell(state.token_ids)
+        link = self._link
+        while link is not None and self._steps.engine.has_unfinished_requests():
+            if link.line.is_computed():
+                break
+            self._steps.step()
+            if link.error is not None:
+                raise link.error
+        self._state = state
 
     def _new_request_id(self) -> str:
         return f"{self.id}/{next(self._numbers)}"
 
-    def _drop(self) -> None:
-        if self._request_id is not None:
-            self._engine.abort_request(self._request_id)
-            self._request_id = None
 
-
-class BlockingAnswer(Iterator[Delta]):
+class BlockingAnswer(SessionAnswer, Iterator[Delta]):
     """A session's answer; each `next` runs the engine until there is more of it."""
 
     def __init__(self, session: BlockingSession, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._session = session
-        self._processor = OutputProcessor(tokenizer)
-        self._processor.add(session.id, prompt=None, prompt_token_ids=(), params=params)
-        self._is_over = False
+        self.so_far = AnswerSoFar(session.id, tokenizer, params, lambda: None)
 
     def __next__(self) -> Delta:
-        if self._is_over:
-            raise StopIteration
-        while True:
+        """Raises RequestFailed, EngineDead; what was read until then is history, and nothing more comes."""
+        so_far = self.so_far
+        while (delta := so_far.take()) is None:
+            if so_far.is_over:
+                raise StopIteration
             try:
-                outputs = self._session.step()
-            except RequestFailed:
-                self._is_over = True
-                self._session.end_answer(self.read(FinishReason.ABORT))
+                if so_far.error is not None:
+                    raise so_far.error
+                self._session.step()
+            except Exception:
+                self._session.answer_was_read(self)
+                so_far.end()
                 raise
-            for output in outputs:
-                output.request_id = self._session.id
-            deltas = self._processor.process(outputs).deltas
-            if deltas:
-                break
-        (delta,) = deltas
-        if delta.finish_reason is not None:
-            self._is_over = True
-            self._session.end_answer(self.read(None))
+        if so_far.is_over:
+            self._session.answer_was_read(self)
         return delta
 
-    def read(self, reason: FinishReason | None) -> CompletionOutput:
+    def read(self, reason: FinishReason | None = None) -> CompletionOutput:
         """What has been read. `reason`: why it ends there, if not by itself."""
-        if reason is not None:
-            self._is_over = True
-        answer = self._processor.output(self._session.id).outputs[0]
-        if reason is not None:
-            answer.finish_reason, answer.stop_reason = reason, None
-        return answer
+        return self.so_far.delivered(reason)
 
     def text(self) -> str:
         """Read the answer to its end; its text."""
         for _ in self:
             pass
-        return self.read(None).text
+        return self.read().text

@@ -7,19 +7,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Self
 
-from segue.engine.outputs import EngineOutput, EngineSnapshot, FinishReason
+from segue.engine.outputs import EngineSnapshot, FinishReason
 from segue.engine_loop import Channel, EngineLoop
-from segue.errors import CapacityError, EngineDead, ParameterError, RequestFailed, SessionError
-from segue.output_processor import OutputProcessor
+from segue.errors import CapacityError, ParameterError
 from segue.outputs import CompletionOutput, Delta
 from segue.sample.params import SamplingParams
-from segue.session.state import Command, Extend, Phase, SessionState, Truncate
-from segue.session.turns import ChatTurn, RawTurn, TurnText
+from segue.session.answer import AnswerSoFar
+from segue.session.core import LiveSession, SessionAnswer
+from segue.session.link import Handler, Link
+from segue.session.state import SessionState
+from segue.session.turns import ChatTurn, TurnText, first_turn
 from segue.tokens import Tokenizer
 from segue.tokens.chat import Message
 
 
-class Session:
+class Session(LiveSession["Answer", Channel]):
     """A conversation, or a plain text, whose input is computed while it arrives.
 
     All methods return at once; the engine works behind them. An error leaves the session as it was. Not to
@@ -27,29 +29,11 @@ class Session:
     """
 
     def __init__(self, manager: "SessionManager", session_id: str, state: SessionState) -> None:
-        self.id = session_id
+        super().__init__(session_id, state)
         self.closed = asyncio.Event()
         """Set when the session was closed or timed out."""
         self.last_used_s = time.monotonic()
         self._manager = manager
-        self._state = state
-        self._channel: Channel | None = None
-        """None: the engine has nothing of this session, at first or after a failure."""
-        self._answer: Answer | None = None
-        self._num_discarded = 0
-        """Turns that were cut off and whose last output is still to come."""
-
-    # --- input ------------------------------------------------------------------------------------------------
-
-    @property
-    def text(self) -> str:
-        """Of the turn that has not been answered yet."""
-        return self._state.text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The history: what the model has seen or will see before anything that is said next."""
-        return [*self._state.kept, *self._state.sent]
 
     @property
     def kept_ids(self) -> list[int]:
@@ -61,79 +45,27 @@ class Session:
         """How many tokens the history and the open turn are, and how many of these are computed. The last one is
         computed when the answer begins. This is how it is when `progress` is called: what is told afterwards comes
         behind it."""
-        channel = self._channel
         snapshot = None
-        if channel is not None:
-            request_id = channel.request_id
+        if self._link is not None:
+            request_id = self._link.line.request_id
             snapshot = asyncio.wrap_future(
                 self._manager.loop.call(lambda client: client.snapshot(request_id))
             )
-        return _progress(self._state.num_history_tokens, snapshot)
-
-    @property
-    def is_answering(self) -> bool:
-        return self._state.phase is Phase.ANSWERING
-
-    def append(self, text: str | bytes) -> None:
-        """More text for the open turn. Bytes are UTF-8 and may end within a character.
-
-        Raises SessionError when the turn is committed or being answered, ParameterError for what is not Unicode,
-        CapacityError when it would not fit.
-        """
-        self._send(self._state.append(text))
-
-    def revise(self, text: str) -> None:
-        """Replace the open turn's text: only what differs is computed again. Errors as for `append`."""
-        self._send(self._state.revise(text))
-
-    def set_role(self, role: str) -> None:
-        """Who speaks the open turn, before its first text: "user" at first, and after each answer."""
-        self._state.set_role(role)
-
-    def commit(self) -> None:
-        """The turn is complete; it is prefilled up to where the answer begins."""
-        self._send(self._state.commit())
-
-    def reopen(self) -> None:
-        """Take back a commit, to append or revise after all."""
-        self._state.reopen()
-
-    # --- answers ----------------------------------------------------------------------------------------------
-
-    def respond(self, params: SamplingParams | None = None) -> "Answer":
-        """Answer the turn, committed if it was not: `async for delta in session.respond(params)`.
-
-        What has been read from the answer is delivered and becomes history.
-        """
-        params = params or SamplingParams(max_tokens=None)
-        params.check_vocab(self._manager.loop.client.vocab_size)
-        commands = self._state.respond(params)
-        self._answer = Answer(self, self._manager.tokenizer, params)
-        self._send(commands)
-        return self._answer
-
-    def interrupt(self) -> CompletionOutput | None:
-        """End the answer now. What was delivered is kept, and nothing else. Returns that; None without an answer."""
-        if self._answer is None:
-            return None
-        return self._end_answer(self._answer, FinishReason.ABORT)
+        return _progress(len(self.token_ids), snapshot)
 
     def fork(self) -> "Session":
         """A session that goes on from here by itself and shares what is computed.
 
-        While an answer comes, the fork's history has what was delivered of it.
+        While an answer comes, the fork's history has what was delivered of it. Raises SessionClosed, CapacityError.
         """
+        state = self._forked_state()
         self.touch()
-        if self._state.phase is Phase.CLOSED:
-            raise SessionError("fork: the session is closed")
-        state = self._state.fork()
-        if self._answer is not None:
-            state.answered(self._answer.delivered(FinishReason.ABORT))
-        return self._manager.add(state, self._channel)
+        return self._manager.add(state, source=self)
 
-    def close(self) -> None:
-        """Forget the session. May be called again."""
-        self.end("the session is closed")
+    def end(self, why: str) -> None:
+        super().end(why)
+        self._manager.remove(self)
+        self.closed.set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,189 +75,86 @@ class Session:
 
     # --- for the manager and the answer -----------------------------------------------------------------------
 
-    def end(self, why: str) -> None:
-        """Close, and say why to whoever uses it afterwards."""
-        if self._state.phase is Phase.CLOSED:
-            return
-        if self._answer is not None:
-            self._answer.finish_early()
-            self._answer = None
-        self._state.close(why)
-        if self._channel is not None:
-            self._channel.abort()
-        self._manager.remove(self)
-        self.closed.set()
-
-    def attach(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def receive(self, output: EngineOutput | EngineDead) -> None:
-        """The engine's news."""
-        if isinstance(output, EngineDead):
-            self._lose(output)
-        elif output.finish_reason is FinishReason.ERROR:
-            self._lose(RequestFailed(output.error or "the request failed"))
-        elif self._num_discarded:
-            self._num_discarded -= output.finish_reason is not None
-        elif self._answer is not None:
-            self._answer.receive(output)
-
-    def _lose(self, error: EngineDead | RequestFailed) -> None:
-        """The request failed, or a part of its input did. The session has its ids; the next command starts anew with
-        them."""
-        if self._channel is not None:
-            self._channel.abort()  # it may live on, without that part
-            self._channel = None
-        self._num_discarded = 0
-        if self._answer is not None:
-            self._answer.fail(error)
-
-    def stop_turn(self, num_tokens: int) -> None:
-        """End the engine's turn after this many tokens of the answer."""
-        assert self._channel is not None
-        self._num_discarded += 1
-        self._channel.truncate(self._state.num_history_tokens + num_tokens)
-
-    def delivered_all(self, answer: "Answer") -> None:
-        """The reader has taken the last of an answer."""
-        if self._answer is answer:
-            self._end_answer(answer, None)
-
-    def _end_answer(self, answer: "Answer", reason: FinishReason | None) -> CompletionOutput:
-        output = answer.delivered(reason)
-        self._answer = None
-        if not answer.turn_ended and self._channel is not None:
-            self._num_discarded += 1
-        answer.finish_early()
-        self._send(self._state.answered(output))
-        return output
-
-    def _send(self, commands: Sequence[Command]) -> None:
-        self.touch()
-        if self._channel is None:
-            self._open(commands)
-            return
-        for command in commands:
-            match command:
-                case Truncate(num_tokens):
-                    self._channel.truncate(num_tokens)
-                case Extend(token_ids, params):
-                    self._channel.add_chunk(token_ids, params)
-
-    def _open(self, commands: Sequence[Command]) -> None:
-        """Tell a new engine request all at once."""
-        if not self._state.num_history_tokens:
-            return
-        params = commands[-1].params if commands and isinstance(commands[-1], Extend) else None
-        self._channel = self._manager.loop.open(
-            self.token_ids,
-            params,
-            self.receive,
-            request_id=self._manager.engine_id(self),
-            resumable=True,
-            keep="all",
-        )
-
     def touch(self) -> None:
         self.last_used_s = time.monotonic()
 
+    def share(self, source: "Session") -> None:
+        """Take over what the engine has computed of another session, as far as it is the same."""
+        self._share(source._link, self._fork_channel)
 
-class Answer(AsyncIterator[Delta]):
+    def answer_was_read(self, answer: "Answer") -> None:
+        """To its end, or to its error."""
+        self._answer_was_read(answer)
+
+    # --- how it reaches its engine ----------------------------------------------------------------------------
+
+    @property
+    def _vocab_size(self) -> int:
+        return self._manager.loop.client.vocab_size
+
+    def _new_answer(self, params: SamplingParams) -> "Answer":
+        return Answer(self, self._manager.tokenizer, params)
+
+    def _open(self, token_ids: Sequence[int], answer: AnswerSoFar | None) -> Link[Channel]:
+        def connect(handler: Handler) -> Channel:
+            return self._manager.loop.open(
+                token_ids,
+                None if answer is None else answer.params,
+                handler,
+                request_id=self._manager.engine_id(self),
+                resumable=True,
+                keep="all",
+            )
+
+        return Link(connect, token_ids, answer)
+
+    def _fork_channel(self, source: Channel, handler: Handler, num_tokens: int) -> Channel:
+        return source.fork(handler, new_request_id=self._manager.engine_id(self), num_tokens=num_tokens)
+
+    def _tell(self, token_ids: Sequence[int], answer: AnswerSoFar | None = None) -> None:
+        self.touch()
+        super()._tell(token_ids, answer)
+
+
+class Answer(SessionAnswer, AsyncIterator[Delta]):
     """A session's answer as it comes. Deltas that the reader is too slow for are joined."""
 
     def __init__(self, session: Session, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self.turn_ended = False
-        """The engine has said its last of this turn."""
         self._session = session
-        self._processor = OutputProcessor(tokenizer)
-        self._processor.add(session.id, prompt=None, prompt_token_ids=(), params=params)
-        self._wants_logprobs = params.logprobs is not None
-        self._waiting: list[Delta] = []
-        self._read: list[Delta] = []
         self._news = asyncio.Event()
-        self._error: Exception | None = None
-        self._is_over = False
+        self.so_far = AnswerSoFar(session.id, tokenizer, params, self._news.set)
 
-    def receive(self, output: EngineOutput) -> None:
-        self.turn_ended = output.finish_reason is not None
-        output.request_id = self._session.id
-        processed = self._processor.process([output])
-        self._waiting += processed.deltas
-        if processed.aborts and not self.turn_ended:
-            # A stop string: the text ends here, and the engine does not know.
-            self.turn_ended = True
-            self._session.stop_turn(len(self._processor.output(self._session.id).outputs[0].token_ids))
-        self._news.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self.turn_ended = True
-        self._news.set()
-
-    def finish_early(self) -> None:
-        """No more will be read."""
-        self._is_over = True
-        self._waiting.clear()
-        self._news.set()
-
-    def delivered(self, reason: FinishReason | None) -> CompletionOutput:
+    def delivered(self, reason: FinishReason | None = None) -> CompletionOutput:
         """What the reader has of the answer. `reason`: why it ends there, if not by itself."""
-        last = self._read[-1] if self._read else None
-        logprobs = [entry for delta in self._read for entry in delta.logprobs or ()]
-        return CompletionOutput(
-            index=0,
-            text="".join(delta.text for delta in self._read),
-            token_ids=[token for delta in self._read for token in delta.token_ids],
-            cumulative_logprob=None,
-            logprobs=logprobs if self._wants_logprobs else None,
-            finish_reason=reason or (last.finish_reason if last is not None else None),
-            stop_reason=last.stop_reason if last is not None and reason is None else None,
-        )
+        return self.so_far.delivered(reason)
 
     async def __anext__(self) -> Delta:
-        while not self._waiting and not self._is_over:
-            if self._error is not None:
-                self._session.delivered_all(self)
-                raise self._error
+        """Raises RequestFailed, EngineDead; what was read until then is history."""
+        while True:
             self._news.clear()
+            delta = self.so_far.take()
+            if delta is not None:
+                if self.so_far.is_over:
+                    self._session.answer_was_read(self)
+                return delta
+            if self.so_far.is_over:
+                raise StopAsyncIteration
+            if self.so_far.error is not None:
+                self._session.answer_was_read(self)
+                self.so_far.end()
+                raise self.so_far.error
             await self._news.wait()
-        if not self._waiting:
-            raise StopAsyncIteration
-        delta = _joined(self._waiting)
-        self._waiting.clear()
-        self._read.append(delta)
-        if delta.finish_reason is not None:
-            self._session.delivered_all(self)
-            self._is_over = True
-        return delta
 
     async def text(self) -> str:
         """Read the answer to its end; its text."""
         async for _ in self:
             pass
-        return self.delivered(None).text
+        return self.delivered().text
 
 
 async def _progress(num_tokens: int, snapshot: "asyncio.Future[EngineSnapshot] | None") -> tuple[int, int]:
     requests = [] if snapshot is None else (await snapshot).requests
     return (requests[0].num_tokens, requests[0].num_computed) if requests else (num_tokens, 0)
-
-
-def _joined(deltas: Sequence[Delta]) -> Delta:
-    if len(deltas) == 1:
-        return deltas[0]
-    last = deltas[-1]
-    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
-    return Delta(
-        request_id=last.request_id,
-        index=last.index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=logprobs if last.logprobs is not None else None,
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        error=last.error,
-    )
 
 
 class SessionManager:
@@ -360,11 +189,8 @@ class SessionManager:
         now: Callable[[], datetime] = datetime.now,
     ) -> Session:
         """A new session; see `AsyncLLM.session`."""
-        turn: TurnText = (
-            RawTurn(self.tokenizer) if messages is None else ChatTurn(self.tokenizer, messages, role, now())
-        )
-        max_model_len = self.loop.client.config.max_model_len
-        return self.add(SessionState(turn, max_model_len=max_model_len), None, session_id)
+        turn = first_turn(self.tokenizer, messages, role, now)
+        return self.add(self._state(turn), session_id=session_id)
 
     def resume(
         self,
@@ -377,13 +203,13 @@ class SessionManager:
     ) -> Session:
         """A session that goes on after `messages`, whose first `num_kept` (the last of them an answer) are `kept_ids`
         as another session had them. The text of an answer can be made of more than one sequence of ids."""
-        turn = ChatTurn(self.tokenizer, messages, role, now, num_kept=num_kept)
-        state = SessionState(turn, max_model_len=self.loop.client.config.max_model_len)
-        state.kept = list(kept_ids)
-        return self.add(state, None)
+        turn = ChatTurn.checked(self.tokenizer, messages, role, now, num_kept=num_kept)
+        return self.add(self._state(turn, kept_ids))
 
-    def add(self, state: SessionState, source: Channel | None, session_id: str | None = None) -> Session:
-        """A session with this state; with `source`, forked from that request."""
+    def add(
+        self, state: SessionState, *, source: Session | None = None, session_id: str | None = None
+    ) -> Session:
+        """A session with this state, which shares what is computed of `source`."""
         if self._max_sessions is not None and len(self._sessions) >= self._max_sessions:
             raise CapacityError(
                 f"there are {len(self._sessions)} sessions and max_sessions={self._max_sessions}: close one"
@@ -393,17 +219,16 @@ class SessionManager:
         elif session_id in self._sessions:
             raise ParameterError("session_id", session_id, "is in use")
         session = Session(self, session_id, state)
-        if source is not None and state.num_history_tokens:
-            session.attach(
-                source.fork(
-                    session.receive,
-                    new_request_id=self.engine_id(session),
-                    num_tokens=state.num_history_tokens,
-                )
-            )
+        if source is not None:
+            session.share(source)
         self._sessions[session_id] = session
         self._watch()
         return session
+
+    def _state(self, turn: TurnText, kept_ids: Sequence[int] = ()) -> SessionState:
+        return SessionState(
+            turn=turn, max_model_len=self.loop.client.config.max_model_len, kept=list(kept_ids)
+        )
 
     def get(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)

@@ -1,23 +1,20 @@
-"""A live session: text that arrives, is revised, committed, answered, interrupted and forked, at any moment.
+"""What a live session says: text that arrives, is revised, committed, answered, interrupted and forked, at any moment.
 
     append ─┐                        ┌────────── interrupt ◀─┐
     revise ─┴─▶ open turn ─commit─▶ committed ─respond─▶ answering ─▶ open turn …
 
-The engine has the token ids of the history and, while a turn is open, those of its text so far, prefilled as they
-come. `SessionState` holds what the engine has been told and works out the fewest commands that make it what the
-text now says; it does no I/O, so the asynchronous and the synchronous session share it.
+A `SessionState` is a value. Each operation returns the state after it, or raises and there is none: what was true
+stays true. It knows nothing of an engine; `link.py` makes what an engine holds equal to `token_ids`.
 
-Invariant: what the engine holds is `kept + sent`; `kept` ends with the last answer as far as it was delivered.
+Invariant: `token_ids` leave room for at least one token of an answer, except right after an answer that took it all.
 """
 
 import codecs
-from collections.abc import Sequence
 from enum import Enum, auto
 
 import msgspec
 
-from segue.engine.outputs import FinishReason
-from segue.errors import CapacityError, ParameterError, SessionClosed, SessionError, UsageError
+from segue.errors import CapacityError, ParameterError, SessionClosed, SessionError
 from segue.outputs import CompletionOutput
 from segue.sample.params import SamplingParams
 from segue.session.turns import TurnText
@@ -31,138 +28,101 @@ class Phase(Enum):
     CLOSED = auto()
 
 
-class Truncate(msgspec.Struct, frozen=True):
-    """Cut the engine's history to its first `num_tokens` ids."""
+class SessionState(msgspec.Struct, frozen=True, kw_only=True):
+    """A session between two operations."""
 
-    num_tokens: int
-
-
-class Extend(msgspec.Struct, frozen=True):
-    """Add ids; with `params`, answer."""
-
-    token_ids: list[int]
-    params: SamplingParams | None
-
-
-Command = Truncate | Extend
-
-
-class SessionState:
-    """What a session's text is, and what its engine request holds of it."""
-
-    def __init__(self, turn: TurnText, *, max_model_len: int) -> None:
-        self.phase = Phase.OPEN
-        self.kept: list[int] = []
-        """History: complete turns and their answers, as far as they were delivered."""
-        self.sent: list[int] = []
-        """What the engine has after that: the open turn, as far as its text was known."""
-        self.text = ""
-        """Of the turn that is not answered yet."""
-        self.why_closed = ""
-        self._turn = turn
-        self._max_model_len = max_model_len
-        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
+    turn: TurnText
+    """How the text of the turn becomes ids."""
+    max_model_len: int
+    phase: Phase = Phase.OPEN
+    kept: list[int] = []
+    """History: complete turns and their answers, as far as they were delivered."""
+    turn_ids: list[int] = []
+    """What follows: the turn that is not answered yet, as far as its text is known."""
+    text: str = ""
+    """Of that turn."""
+    cut_bytes: bytes = b""
+    """The begin of a UTF-8 character that comes after the text; the rest must follow."""
+    params: SamplingParams | None = None
+    """Of the answer that is being given."""
+    why_closed: str = ""
 
     @property
-    def num_history_tokens(self) -> int:
-        """How many ids the engine has been told, the open turn included."""
-        return len(self.kept) + len(self.sent)
+    def token_ids(self) -> list[int]:
+        """What the model has seen or will see before anything that is said next."""
+        return self.kept + self.turn_ids
 
-    def append(self, text: str | bytes) -> list[Command]:
-        """More text for the open turn. Bytes may end within a UTF-8 character; the rest must follow."""
+    def append(self, text: str | bytes) -> "SessionState":
+        """More text for the open turn. Bytes may end within a UTF-8 character."""
         self._require(Phase.OPEN, "append")
-        state = self._decoder.getstate()
-        more = self._decode(text)
-        try:
-            return self._change(self.text + more)
-        except UsageError:
-            self._decoder.setstate(state)
-            raise
+        more, cut_bytes = self._decode(text)
+        return msgspec.structs.replace(self._with_text(self.text + more), cut_bytes=cut_bytes)
 
-    def revise(self, text: str) -> list[Command]:
-        """Replace the open turn's text. What it has in common with the text before stays computed."""
+    def revise(self, text: str) -> "SessionState":
+        """Other text in place of the open turn's. None at all can always be had."""
         self._require(Phase.OPEN, "revise")
-        commands = self._change(text)
-        self._decoder.reset()
-        return commands
+        return msgspec.structs.replace(self._with_text(text), cut_bytes=b"")
 
-    def commit(self) -> list[Command]:
-        """The turn is complete: prefill all of it, up to where the answer begins."""
+    def with_role(self, role: str) -> "SessionState":
+        """Who speaks the open turn; before its first text. Raises SessionError, ParameterError."""
+        self._require(Phase.OPEN, "role")
+        if self.text or self.cut_bytes:
+            raise SessionError("role: the turn has begun; revise its text to nothing first")
+        return msgspec.structs.replace(self, turn=self.turn.with_role(role), turn_ids=[])
+
+    def commit(self) -> "SessionState":
+        """The turn is complete: its ids go up to where the answer begins."""
         self._require(Phase.OPEN, "commit")
-        if self._decoder.getstate()[0]:
-            raise ParameterError("text", self._decoder.getstate()[0], "ends within a UTF-8 character")
-        commands = self._sync(self._turn.closed_ids(self.text))
-        self.phase = Phase.COMMITTED
-        return commands
+        if self.cut_bytes:
+            raise ParameterError("text", self.cut_bytes, "ends within a UTF-8 character")
+        ids = self.turn.closed_ids(self.text)
+        self._check_room(len(ids))
+        return msgspec.structs.replace(self, phase=Phase.COMMITTED, turn_ids=ids)
 
-    def respond(self, params: SamplingParams) -> list[Command]:
+    def reopen(self) -> "SessionState":
+        """Take back a commit: the turn may change again."""
+        self._require(Phase.COMMITTED, "reopen")
+        return msgspec.structs.replace(self, phase=Phase.OPEN)
+
+    def respond(self, params: SamplingParams) -> "SessionState":
         """Answer the turn, which is committed first if it is still open."""
         if params.n != 1:
             raise ParameterError("n", params.n, "a session has one answer; fork it for more")
         if params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not in a session")
-        if self.phase is Phase.ANSWERING:
-            raise SessionError(
-                "respond: the session is answering; read the answer to its end or interrupt it"
-            )
-        commands = self.commit() if self.phase is Phase.OPEN else []
+        if self.phase is Phase.OPEN:
+            return self.commit().respond(params)
         self._require(Phase.COMMITTED, "respond")
-        if self.num_history_tokens == 0:
-            self.phase = Phase.OPEN
+        if not self.token_ids:
             raise SessionError("respond: there is nothing to answer; append some text")
-        if self.num_history_tokens >= self._max_model_len:
-            self.phase = Phase.OPEN
-            raise self._too_long(self.num_history_tokens + 1)
-        self.phase = Phase.ANSWERING
-        match commands:
-            case [*before, Extend(rest)]:
-                return [*before, Extend(rest, params)]
-            case _:
-                return [*commands, Extend([], params)]
+        return msgspec.structs.replace(self, phase=Phase.ANSWERING, params=params)
 
-    def answered(self, answer: CompletionOutput) -> list[Command]:
-        """The answer ended or was interrupted: what was delivered of it is history now.
-
-        The token that ended it is not part of it. Returns what makes the engine forget what was not delivered.
-        """
+    def answered(self, answer: CompletionOutput) -> "SessionState":
+        """The answer ended or was interrupted: what was delivered of it is history now, and nothing else; see
+        `TurnText.answer_ids`. Never raises."""
         assert self.phase is Phase.ANSWERING
-        ids = list(answer.token_ids)
-        if answer.finish_reason is FinishReason.STOP and not isinstance(answer.stop_reason, str):
-            ids.pop()
-        self.kept = [*self.kept, *self.sent, *ids]
-        self.sent = []
-        self._turn = self._turn.answered(self.text, answer.text)
-        self.text = ""
-        self.phase = Phase.OPEN
-        return [Truncate(len(self.kept))]
+        assert self.params is not None
+        return msgspec.structs.replace(
+            self,
+            phase=Phase.OPEN,
+            turn=self.turn.answered(self.text, answer.text),
+            kept=self.token_ids + self.turn.answer_ids(answer, self.params),
+            turn_ids=[],
+            text="",
+            params=None,
+        )
 
-    def fork(self) -> "SessionState":
-        """A session that goes on from here by itself. Only between answers."""
-        other = SessionState(self._turn, max_model_len=self._max_model_len)
-        other.phase, other.kept, other.sent, other.text = self.phase, self.kept, self.sent, self.text
-        other._decoder.setstate(self._decoder.getstate())
-        return other
+    def closed(self, why: str) -> "SessionState":
+        """Refuses everything from here on, and says why."""
+        return msgspec.structs.replace(self, phase=Phase.CLOSED, why_closed=why)
 
-    def set_role(self, role: str) -> None:
-        """Who speaks the open turn; before its first text. Raises SessionError, ParameterError."""
-        self._require(Phase.OPEN, "role")
-        if self.text:
-            raise SessionError("role: the turn has begun; revise its text to nothing first")
-        self._turn = self._turn.with_role(role)
-
-    def reopen(self) -> None:
-        """Take back a commit: the turn may change again."""
-        self._require(Phase.COMMITTED, "reopen")
-        self.phase = Phase.OPEN
-
-    def close(self, why: str = "the session is closed") -> None:
-        """Refuse everything from here on, and say why."""
-        if self.phase is not Phase.CLOSED:
-            self.phase, self.why_closed = Phase.CLOSED, why
-
-    def _require(self, phase: Phase, operation: str) -> None:
+    def check_open(self, operation: str) -> None:
+        """Raises SessionClosed."""
         if self.phase is Phase.CLOSED:
             raise SessionClosed(f"{operation}: {self.why_closed}; open another session")
+
+    def _require(self, phase: Phase, operation: str) -> None:
+        self.check_open(operation)
         if self.phase is Phase.ANSWERING:
             raise SessionError(
                 f"{operation}: the session is answering; read the answer to its end or interrupt it"
@@ -170,44 +130,36 @@ class SessionState:
         if self.phase is not phase:
             raise SessionError(f"{operation}: the turn is committed; respond, or reopen it")
 
-    def _decode(self, text: str | bytes) -> str:
+    def _decode(self, text: str | bytes) -> tuple[str, bytes]:
+        """The characters that are complete, and the bytes after them."""
         if isinstance(text, str):
-            if self._decoder.getstate()[0]:
+            if self.cut_bytes:
                 raise ParameterError("text", text, "the bytes before it end within a UTF-8 character")
-            return text
+            return text, b""
+        decoder = codecs.getincrementaldecoder("utf-8")("strict")
         try:
-            return self._decoder.decode(text)
+            return decoder.decode(self.cut_bytes + text), decoder.getstate()[0]
         except UnicodeDecodeError as error:
-            raise ParameterError("text", text[error.start : error.end], "is not valid UTF-8") from None
+            wrong = error.object[error.start : error.end]
+            raise ParameterError("text", wrong, "is not valid UTF-8") from None
 
-    def _change(self, text: str) -> list[Command]:
-        commands = self._sync(self._turn.open_ids(text))
-        self.text = text
-        return commands
+    def _with_text(self, text: str) -> "SessionState":
+        if text:
+            ids = self.turn.open_ids(text)
+            self._check_room(len(ids) + self.turn.num_closing_ids(text))
+        elif self.turn_ids:
+            # What stands before the text is computed: it stays, where it fits.
+            ids = self.turn.open_ids("")
+            ids = ids if len(ids) <= len(self.turn_ids) else []
+        else:
+            ids = []
+        return msgspec.structs.replace(self, text=text, turn_ids=ids)
 
-    def _sync(self, ids: list[int]) -> list[Command]:
-        """The commands after which the engine has `ids` for this turn."""
-        if len(self.kept) + len(ids) > self._max_model_len:
-            raise self._too_long(len(self.kept) + len(ids))
-        common = common_prefix_len(self.sent, ids)
-        commands: list[Command] = []
-        if common < len(self.sent):
-            commands.append(Truncate(len(self.kept) + common))
-        if common < len(ids):
-            commands.append(Extend(ids[common:], None))
-        self.sent = ids
-        return commands
-
-    def _too_long(self, num_tokens: int) -> CapacityError:
-        return CapacityError(
-            f"the session would have {num_tokens} tokens, more than max_model_len={self._max_model_len} "
-            "leaves room for: shorten the input or start a new session"
-        )
-
-
-def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading items are equal."""
-    length = min(len(a), len(b))
-    if a[:length] == b[:length]:
-        return length
-    return next(i for i in range(length) if a[i] != b[i])
+    def _check_room(self, num_turn_ids: int) -> None:
+        """Raises CapacityError where the turn leaves no room for an answer."""
+        num_tokens = len(self.kept) + num_turn_ids
+        if num_tokens >= self.max_model_len:
+            raise CapacityError(
+                f"the session would have {num_tokens} tokens, and max_model_len={self.max_model_len} must hold "
+                "them and the answer: shorten the input or start a new session"
+            )
