@@ -566,7 +566,7 @@ def test_input_that_outgrows_the_model(llm: AsyncLLM) -> None:
         ]
         first, refused, second = ended[:3]
         assert (refused.finish_reason, refused.token_ids) == (FinishReason.ERROR, [])
-        assert "max_model_len=256" in (refused.error or "")
+        assert "context length is 256 tokens" in (refused.error or "")
         assert first.token_ids
         assert second.token_ids
         await check_all_is_free(llm)

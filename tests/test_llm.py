@@ -195,7 +195,7 @@ def test_bad_messages(tiny_llm: LLM, messages: Any) -> None:
 
 
 def test_prompt_that_can_never_fit(tiny_llm: LLM) -> None:
-    with pytest.raises(CapacityError, match="max_model_len=256"):
+    with pytest.raises(CapacityError, match="context length is 256 tokens"):
         tiny_llm.generate(TokensPrompt(prompt_token_ids=[5] * 300), GREEDY, use_tqdm=False)
     assert texts(tiny_llm, ["the"], GREEDY)
 
