@@ -306,6 +306,24 @@ WRONG_TEMPLATES = [
     ("{{ 'x' * 10 ** 9 }}", "more than"),
     ("{{ 10 ** 9 * [1] }}", "more than"),
     ("{{ 10 ** 10 ** 10 }}", "integers"),
+    ("{{ '%200000000d' % 1 }}", "pads a text"),
+    ("{{ 'x' | center(200000000) }}", "pads a text"),
+    (
+        "{% set ns = namespace(s='x') %}{% for i in range(40) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "MiB",
+    ),
+    ("{% set ns = namespace(l=1) %}{% for i in range(40) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}", "MiB"),
+    (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+        "too much work",
+    ),
+    ("{{ 'x'.encode() }}", "must not"),
+    # What Jinja reads and Python does not compile.
+    ("{{ x(a=1,a=2) }}", "keyword argument repeated: a"),
+    ("{% break %}", "'break' outside loop"),
+    ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "nested blocks"),
+    ("{{ 1" + "|abs" * 9999 + " }}", "recursion"),
+    ("x" * 300_000, "300,000 characters"),
     ("{% for i in range(40) %}{{ 'x' * 1000000 }}{% endfor %}", "more than"),
 ]
 
@@ -315,6 +333,27 @@ def test_a_wrong_template_is_an_error_of_one_line(template: str, why: str) -> No
     with pytest.raises(ModelFileError, match=why) as caught:
         render_chat(template, _user("x"))
     assert str(caught.value).isprintable()
+
+
+def test_what_a_template_may_make_and_do_is_enough_for_long_conversations() -> None:
+    """The usual ways to write templates, also the wasteful ones, with thousands of messages."""
+    template = """\
+{%- set ns = namespace(text='', seen=[]) %}
+{%- for message in messages[1:] %}
+    {%- if message['role'] != 'user' or message == messages[0] or 'nothing' in message.content %}
+        {{- raise_exception('no') }}
+    {%- endif %}
+    {%- set content = message.content.split('</think>')[-1] | trim %}
+    {%- set ns.seen = ns.seen + [message] %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + content + '<|im_end|>\\n' }}
+    {%- if loop.index0 == messages | length - 2 %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- endfor %}
+{{- ns.seen | length }}"""
+    messages = [{"role": "system", "content": ""}, *_user("é" * 500) * 3000]
+    tools = [{"name": f"f{i}", "parameters": {"type": "object"}} for i in range(100)]
+    text = render_chat(template, messages, tools=tools)
+    assert text.endswith("]3000")
+    assert text.count("é" * 500) == 3000
 
 
 def test_a_model_without_a_template_is_an_error() -> None:
