@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
-from segue.runtime.contract import SeqResult, SeqStep, StepPlan, StepResult
+from segue.runtime.contract import Sampling, SeqResult, SeqStep, StepPlan, StepResult
 from segue.sample.params import SamplingParams
 
 VOCAB_SIZE = 32_000
@@ -28,6 +28,9 @@ class NullRuntime:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+
+    def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
+        return True
 
     def execute(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()

@@ -12,8 +12,16 @@
         ├── DownloadError        `pull` could not fetch or check a model
         └── EngineDead           the engine (or its process) is gone
 
-Messages are one line: what is wrong, then what to do about it.
+Messages are one line: what is wrong, then what to do about it. What they repeat of a user's input is shortened.
 """
+
+import logging
+
+MAX_SHOWN_CHARS = 80
+"""Of a value that a message repeats."""
+MAX_WHY_CHARS = 500
+
+log = logging.getLogger("segue")
 
 
 class SegueError(Exception):
@@ -32,7 +40,7 @@ class ParameterError(UsageError, ValueError):
     """A parameter has a bad value. `parameter` is its name, for the server's error object."""
 
     def __init__(self, parameter: str, value: object, why: str) -> None:
-        super().__init__(f"{parameter}={value!r}: {why}")
+        super().__init__(f"{parameter}={shown(value)}: {_shortened(why, MAX_WHY_CHARS)}")
         self.parameter = parameter
         self.value = value
         self.why = why
@@ -71,3 +79,22 @@ class DownloadError(FailedError):
 
 class EngineDead(FailedError):
     """The engine, or the process that ran it, is gone."""
+
+
+def shown(value: object) -> str:
+    """The value as a message repeats it."""
+    if isinstance(value, str | bytes):
+        return _shortened(repr(value[: MAX_SHOWN_CHARS + 1]), MAX_SHOWN_CHARS)
+    return _shortened(repr(value), MAX_SHOWN_CHARS)
+
+
+def _shortened(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[:max_chars]}…"
+
+
+def describe(error: Exception) -> str:
+    """One line for the user whose request this ended. What was not foreseen says little to them; the log has it all."""
+    if isinstance(error, SegueError):
+        return " ".join(str(error).split())
+    log.error("an error that was not foreseen", exc_info=error)
+    return f"an internal error ({type(error).__name__}) ended this request: the log says more"

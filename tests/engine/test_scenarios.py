@@ -12,7 +12,7 @@ from segue.engine.engine import Engine
 from segue.engine.outputs import FinishReason
 from segue.engine.request import Chunk, Request, State
 from segue.engine.timeline import Timeline
-from segue.runtime.contract import SeqResult, StepPlan, StepResult
+from segue.runtime.contract import Sampling, SeqResult, StepPlan, StepResult
 from segue.sample.params import SamplingParams
 from tests.engine.harness import (
     EOS,
@@ -89,6 +89,9 @@ class _CannedRuntime:
     def __init__(self, answers: Sequence[Sequence[int]]) -> None:
         self._answers = list(answers)
         self.plans: list[StepPlan] = []
+
+    def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
+        return True
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)

@@ -23,7 +23,7 @@ from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter
 from segue.speculate.ngram import NgramDrafter
 from tests.sim.checks import Checker, Violation, check_output, check_work, require
-from tests.sim.grammar import GrammarParams, SimGuide
+from tests.sim.grammar import GrammarParams, SimGuides
 from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
 from tests.sim.trace import Trace, TracedRuntime
@@ -136,7 +136,7 @@ class World:
         self.target.allocate_kv(config.num_kv_blocks, config.block_size)
         self.draft: OracleDraftExecutor | None = None
         runtime: Runtime = LocalRuntime(
-            self.target, drafter=self._drafter(), guides=lambda grammar: SimGuide(self.model.vocab_size)
+            self.target, drafter=self._drafter(), guides=SimGuides(self.model.vocab_size)
         )
         if self.trace is not None:
             runtime = TracedRuntime(runtime, self.trace)

@@ -23,6 +23,7 @@ from segue.runtime.contract import After, ForwardResult, SeqResult, SeqStep, Ste
 from segue.runtime.runtime import LocalRuntime
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import DraftRequest, Proposal
+from tests.sim.grammar import SimGuide
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, Plant] = {}
@@ -546,11 +547,11 @@ def _change_masks(patch: pytest.MonkeyPatch, change: Callable[[SeqStep], dict[st
     """Run the real `_guide` on a step that is not quite the right one, and take only its masks."""
     guide = LocalRuntime._guide
 
-    def guide_changed(self: LocalRuntime, step: SeqStep) -> SeqStep:
+    def guide_changed(self: LocalRuntime, seq: SeqStep, step: SeqStep) -> SeqStep:
         if step.sampling is None or step.sampling.grammar is None:
             return step
         values = {name: getattr(step, name) for name in SeqStep.__struct_fields__}
-        masks = guide(self, SeqStep(**{**values, **change(step)})).masks
+        masks = guide(self, seq, SeqStep(**{**values, **change(step)})).masks
         return SeqStep(
             **{**values, "masks": [masks[min(row, len(masks) - 1)] for row in range(1 + len(step.drafts))]}
         )
@@ -566,11 +567,33 @@ def masks_ignore_drafts(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def masks_miss_the_newest_id(patch: pytest.MonkeyPatch) -> None:
-    def older(step: SeqStep) -> dict[str, Any]:
-        assert step.history is not None
-        return {"history": step.history[:-1]}
+    masks = SimGuide.masks
 
-    _change_masks(patch, older)
+    def older(self: SimGuide, known: int, ids: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        return masks(self, known, ids[:-1], drafts)
+
+    patch.setattr(SimGuide, "masks", older)
+
+
+@fault
+def guides_go_on_from_where_they_were(patch: pytest.MonkeyPatch) -> None:
+    """What a guide was told counts although the answer has become shorter since: after a preemption."""
+    masks = SimGuide.masks
+
+    def from_the_end(self: SimGuide, known: int, ids: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        return masks(self, self.num_ids, ids, drafts)
+
+    patch.setattr(SimGuide, "masks", from_the_end)
+
+
+@fault
+def min_tokens_do_not_count_with_a_grammar(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("segue.runtime.runtime.without", lambda mask, ids: mask)
+
+
+@fault
+def samples_before_the_grammar_is_ready(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LocalRuntime, "is_ready", lambda self, sampling, wait_s=0.0: True)
 
 
 # --- another engine -------------------------------------------------------------------------------------------

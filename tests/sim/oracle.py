@@ -8,6 +8,7 @@ that n-grams repeat and a draft model is often right. `draw` is the definition t
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from segue.errors import FailedError
 from segue.runtime.contract import NOT_FINITE, ForwardResult, Sampling, SeqStep, TokenLogprobs
 
 MASK = 2**61 - 1
@@ -56,7 +57,7 @@ class OracleModel:
             noise = mix(sampling.seed, position)
             if noise % 3 == 0:
                 token = (token + noise // 3) % self.vocab_size
-        if sampling.needs_history:
+        if sampling.has_penalties:
             token = (token + history.count(token)) % self.vocab_size
         for biased, _ in sampling.logit_bias:
             if mix(prefix, biased) % 4 == 0:
@@ -121,7 +122,7 @@ class OracleExecutor:
                 self._slots[slot] = POISON
             for _, target in copies:
                 self._slots[target * self._block_size] = POISON
-            raise RuntimeError("injected failure\nwith a second line")
+            raise FailedError("injected failure\nwith a second line")
         self._copy(copies)
         if self.log is not None:
             self.log.append([(seq.start, (*seq.tokens, *seq.drafts)) for seq in seqs])
@@ -210,7 +211,7 @@ class OracleExecutor:
             self._sample_poison(index, seq, result)
             return
         if sampling is not None:
-            if sampling.needs_history and (seq.history is None or list(seq.history[:end]) != ids[:end]):
+            if sampling.has_penalties and (seq.history is None or list(seq.history[:end]) != ids[:end]):
                 self.violations.append(f"sequence {index}: history {seq.history} is not {ids[:end]}")
             for row in range(1 + len(seq.drafts)):
                 position = end + row

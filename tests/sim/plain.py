@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from segue.engine.outputs import FinishReason
 from segue.runtime.contract import TokenLogprobs
 from segue.sample.params import SamplingParams
-from tests.sim.grammar import SimGuide
+from tests.sim.grammar import plain_mask
 from tests.sim.oracle import ROOT, OracleModel, mix
 
 
@@ -41,7 +41,6 @@ class PlainSession:
             return None
         start = len(self.history)
         sampling = params.resolve(output_start=start, eos_token_ids=self.eos, default_seed=0)
-        guide = SimGuide(self.model.vocab_size) if sampling.grammar is not None else None
         answer = Answer()
         if params.prompt_logprobs is not None:
             answer.prompt_logprobs = [None]
@@ -56,7 +55,9 @@ class PlainSession:
             chain = mix(chain, token)
         while answer.finish_reason is None:
             position = len(self.history)
-            mask = None if guide is None else guide.masks(answer.token_ids, ())[0]
+            mask = None
+            if sampling.grammar is not None:
+                mask = plain_mask(answer.token_ids, sampling, self.model.vocab_size)
             token = self.model.draw(chain, self.history[-1], sampling, position, self.history, mask)
             if answer.logprobs is not None:
                 answer.logprobs.append(self.model.score(chain, token, params.logprobs or 0))

@@ -2,7 +2,7 @@
 
 from hashlib import blake2b
 
-from segue.runtime.contract import Runtime, SeqStep, StepPlan, StepResult
+from segue.runtime.contract import Runtime, Sampling, SeqStep, StepPlan, StepResult
 
 
 class Trace:
@@ -32,6 +32,9 @@ class TracedRuntime:
     @property
     def vocab_size(self) -> int:
         return self._runtime.vocab_size
+
+    def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
+        return self._runtime.is_ready(sampling, wait_s=wait_s)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self._trace.add((plan.step, plan.copies))

@@ -7,6 +7,7 @@ from typing import get_args
 from segue.engine.config import EngineConfig
 from segue.engine.request import Keep
 from segue.errors import CapacityError, ParameterError
+from segue.sample.guide import NO_END
 from segue.sample.params import SamplingParams
 
 
@@ -18,13 +19,17 @@ def check_request(
     *,
     resumable: bool,
     keep: Keep,
+    knows_grammar: bool = False,
 ) -> "array[int]":
-    """The ids of a new request, typecode 'i'. Raises ParameterError, or CapacityError when it can never fit."""
+    """The ids of a new request, typecode 'i'. Raises ParameterError, or CapacityError when it can never fit.
+
+    `knows_grammar`: that the grammar is right is known already.
+    """
     if params is None and not resumable:
         raise ParameterError("params", params, "only a resumable request can do without")
     if keep not in get_args(Keep):
         raise ParameterError("keep", keep, 'must be "computed" or "all"')
-    ids = check_chunk(config, vocab_size, token_ids, params, resumable=resumable)
+    ids = check_chunk(config, vocab_size, token_ids, params, resumable=resumable, knows_grammar=knows_grammar)
     if not ids and params is not None:
         raise ParameterError("prompt_token_ids", [], "is empty; give at least one token")
     return ids
@@ -37,6 +42,7 @@ def check_chunk(
     params: SamplingParams | None,
     *,
     resumable: bool = True,
+    knows_grammar: bool = False,
 ) -> "array[int]":
     """The ids of a chunk of input, typecode 'i'; `check_turn` says whether it fits after what there is."""
     try:
@@ -48,6 +54,7 @@ def check_chunk(
         raise ParameterError("prompt_token_ids", wrong, f"is no token id; the model has {vocab_size}")
     if params is not None:
         params.check_vocab(vocab_size)
+        _check_grammar(config, params, knows_grammar=knows_grammar)
         if resumable and params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", params.prompt_logprobs, "not for a resumable request")
     _check_length(config, len(ids), params)
@@ -60,6 +67,13 @@ def check_turn(config: EngineConfig, history_len: int, num_new: int, params: Sam
     if params is not None and history_len + num_new == 0:
         raise ParameterError("token_ids", [], "there is nothing to answer; give at least one token")
     _check_length(config, history_len + num_new, params)
+
+
+def _check_grammar(config: EngineConfig, params: SamplingParams, *, knows_grammar: bool) -> None:
+    if params.structured_outputs is not None and not config.eos_token_ids:
+        raise ParameterError("structured_outputs", "…", NO_END)
+    if not knows_grammar:
+        params.check_grammar()
 
 
 def _check_length(config: EngineConfig, length: int, params: SamplingParams | None) -> None:

@@ -62,6 +62,7 @@ def _serve(pair: "zmq.Socket[bytes]", notes: wire.Notes) -> None:
         return
     assert isinstance(engine, Engine)
     engine.on_plan = notes.write
+    engine.knows_grammars = True  # the parent's `check_request` has seen them
     pair.send(wire.encode(wire.Ready(engine.config, engine.vocab_size)))
     num_carried_out = 0
     while True:

@@ -19,13 +19,16 @@ from segue.engine.blocks import BlockPool
 from segue.engine.check import check_chunk, check_request, check_turn
 from segue.engine.config import EngineConfig
 from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, FinishReason, RequestMetrics
-from segue.engine.request import Chunk, Keep, Request, State, Stop, default_seed
+from segue.engine.request import Chunk, Keep, Request, State, Stop, Turn, default_seed
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
 from segue.engine.timeline import Flight, Timeline
-from segue.errors import ParameterError, UsageError
+from segue.errors import ParameterError, UsageError, describe
 from segue.runtime.contract import Runtime, SeqResult, StepPlan, StepResult
 from segue.sample.params import SamplingParams
 from segue.speculate.adaptive import AdaptiveDrafts
+
+READY_WAIT_S = 0.005
+"""How long a step that has nothing to compute waits for a grammar."""
 
 
 class _InFlight(msgspec.Struct):
@@ -46,9 +49,13 @@ class Engine:
         """Those that are not finished, by id."""
         self.on_plan: Callable[[list[str]], None] | None = None
         """Told, before each step is executed, which requests are in the steps in flight."""
+        self.knows_grammars = False
+        """Whether the caller has found all grammars to be right; to check one may take as long as many steps."""
         self._runtime = runtime
         self._worker = ThreadPoolExecutor(1, "segue-step") if config.async_depth > 1 and step_thread else None
         self._in_flight: deque[_InFlight] = deque()
+        self._unready: dict[Request, Turn] = {}
+        """Those that wait until the runtime can draw for their turn."""
         self._num_steps = 0
         self._num_requests = 0
         self._num_arrivals = 0
@@ -77,7 +84,13 @@ class Engine:
         """
         self._check_new_id(request_id)
         ids = check_request(
-            self.config, self.vocab_size, prompt_token_ids, params, resumable=resumable, keep=keep
+            self.config,
+            self.vocab_size,
+            prompt_token_ids,
+            params,
+            resumable=resumable,
+            keep=keep,
+            knows_grammar=self.knows_grammars,
         )
         assert 0 <= num_output_tokens <= max(0, len(ids) - 1), "the prompt was not empty"
         chunk = self._chunk(ids, params, num_output_tokens)
@@ -114,7 +127,7 @@ class Engine:
         `FinishReason.ERROR` that is not `finished` says so, and the request goes on as if it had not been sent.
         """
         request = self._open_request(request_id)
-        ids = check_chunk(self.config, self.vocab_size, token_ids, params)
+        ids = check_chunk(self.config, self.vocab_size, token_ids, params, knows_grammar=self.knows_grammars)
         request.chunks.append(self._chunk(ids, params))
         if request.turn is None:
             self._go_on(request)
@@ -194,6 +207,7 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """Plan as far ahead as `async_depth` allows, then settle the oldest step. Returns what is new."""
+        self._enqueue_ready()
         while len(self._in_flight) < self.config.async_depth:
             planned = self.scheduler.schedule(self._num_steps)
             if planned is None:
@@ -210,8 +224,21 @@ class Engine:
                 result = _failed(oldest.step.plan, error)
             self._in_flight.popleft()
             self._settle(oldest.step.parts, result)
+        elif self._unready and not self._outputs:
+            # There is nothing to do but to wait, and never for long: what else may come must not wait too.
+            turn = next(iter(self._unready.values()))
+            self._runtime.is_ready(turn.sampling, wait_s=READY_WAIT_S)
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def _enqueue_ready(self) -> None:
+        """Whatever waits for its grammar holds up nobody else."""
+        for request, turn in list(self._unready.items()):
+            if request.turn is not turn or request.state is not State.UNREADY:
+                del self._unready[request]
+            elif self._runtime.is_ready(turn.sampling):
+                del self._unready[request]
+                self.scheduler.enqueue(request)
 
     def _ids_in_flight(self, planned: PlannedStep) -> list[str]:
         steps = (*(each.step for each in self._in_flight), planned)
@@ -301,7 +328,11 @@ class Engine:
                 self._outputs.append(_refusal(request, error))
                 continue
             self.pool.release(request.fold(chunk, self.config))
-        if request.has_work:
+        turn = request.turn
+        if turn is not None and not self._runtime.is_ready(turn.sampling):
+            self.scheduler.hold(request)
+            self._unready[request] = turn
+        elif request.has_work:
             self.scheduler.enqueue(request)
         elif request.input_open:
             self.scheduler.park(request)
@@ -344,7 +375,7 @@ class Engine:
         states = [request.state for request in self.requests.values()]
         return EngineStats(
             num_running=states.count(State.RUNNING),
-            num_waiting=states.count(State.WAITING),
+            num_waiting=states.count(State.WAITING) + states.count(State.UNREADY),
             num_idle=states.count(State.IDLE),
             num_steps=self._num_steps,
             num_kv_blocks=self.pool.num_blocks,
@@ -393,5 +424,5 @@ def _refusal(request: Request, error: UsageError) -> EngineOutput:
 
 
 def _failed(plan: StepPlan, error: Exception) -> StepResult:
-    text = f"the step that computed this request failed: {type(error).__name__}: {error}".splitlines()[0]
+    text = f"the step that computed this request failed: {describe(error)}"
     return StepResult(step=plan.step, seqs=[SeqResult(error=text) for _ in plan.seqs])

@@ -23,6 +23,8 @@ class State(Enum):
     """Has work and is not admitted. May hold blocks, which can be taken from it."""
     RUNNING = auto()
     """Admitted: part of every step in which it has something to compute."""
+    UNREADY = auto()
+    """Has work that cannot begin: the runtime cannot draw for its turn yet. Holds blocks as if it waited."""
     IDLE = auto()
     """Resumable and without work. Its blocks are the first to be taken."""
     FINISHED = auto()
@@ -30,6 +32,7 @@ class State(Enum):
 
 _STATE_NAMES: dict[State, Literal["waiting", "running", "idle"]] = {
     State.WAITING: "waiting",
+    State.UNREADY: "waiting",
     State.RUNNING: "running",
     State.IDLE: "idle",
 }

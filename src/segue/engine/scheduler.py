@@ -101,6 +101,13 @@ class Scheduler:
         self._num_pushed += 1
         heapq.heappush(self._waiting, (self.key(request), self._num_pushed, request))
 
+    def hold(self, request: Request) -> None:
+        """It has work that cannot begin yet; `enqueue` follows."""
+        self._leave(request)
+        request.state = State.UNREADY
+        if request.timeline.blocks:
+            self._holders[request] = None
+
     def park(self, request: Request) -> None:
         """It has no work: keep its blocks as long as nobody needs them."""
         self._leave(request)

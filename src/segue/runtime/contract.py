@@ -53,6 +53,9 @@ class Sampling(msgspec.Struct, frozen=True, eq=False, kw_only=True, dict=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     banned: tuple[int, ...] = ()
     """Ids that cannot be drawn for positions below `banned_until` (`min_tokens`)."""
+    last_resort: tuple[int, ...] = ()
+    """With a grammar, in place of `banned`: ids that are drawn below `banned_until` only where the grammar allows
+    nothing else. The runtime works them into the masks."""
     banned_until: int = 0
     seed: int = 0
     """Unsigned 64 bit."""
@@ -220,10 +223,15 @@ class StepResult(msgspec.Struct):
 
 
 class Runtime(Protocol):
-    """Executes steps in order. `execute` is never called concurrently."""
+    """Executes steps in order. `execute` is never called concurrently; `is_ready` may be, with it."""
 
     @property
     def vocab_size(self) -> int: ...
+
+    def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
+        """Whether a step may draw with this. What takes long (its grammar is compiled) begins when this is asked
+        first, beside the steps; waits for it no longer than `wait_s`."""
+        ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. An exception fails every sequence in the step (`StepFailed` upwards); parts of later

@@ -293,7 +293,7 @@ def _sample(seq: SeqStep, index: int, logits: dict[int, FloatArray], result: For
 def _history(seq: SeqStep, num_drafts: int) -> list[int]:
     """The ids before the one drawn after `num_drafts` drafts, where drawing needs them."""
     assert seq.sampling is not None
-    if not seq.sampling.needs_history:
+    if not seq.sampling.has_penalties:
         return []
     assert seq.history is not None
     return [*seq.history[: seq.start + len(seq.tokens)], *seq.drafts[:num_drafts]]

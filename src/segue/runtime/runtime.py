@@ -10,17 +10,19 @@ from collections.abc import Sequence
 
 import msgspec
 
+from segue.errors import UsageError, describe
 from segue.runtime.contract import (
     MAX_STEPS_IN_FLIGHT,
     After,
     Executor,
     ForwardResult,
+    Sampling,
     SeqResult,
     SeqStep,
     StepPlan,
     StepResult,
 )
-from segue.sample.guide import GuideCache, GuideFactory
+from segue.sample.guide import Guides, without
 from segue.speculate.drafter import Drafter, DraftRequest, Proposal
 
 
@@ -37,25 +39,34 @@ class LocalRuntime:
     """A `Runtime` over an `Executor` of this process."""
 
     def __init__(
-        self, executor: Executor, *, drafter: Drafter | None = None, guides: GuideFactory | None = None
+        self, executor: Executor, *, drafter: Drafter | None = None, guides: Guides | None = None
     ) -> None:
         """`guides` makes what follows an answer's grammar; without it no request may have one."""
         self._executor = executor
         self._drafter = drafter
-        self._guides = GuideCache(guides)
+        self._guides = guides
         self._outcomes: dict[int, list[_Outcome]] = {}
 
     @property
     def vocab_size(self) -> int:
         return self._executor.vocab_size
 
+    def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
+        if self._guides is None or sampling.grammar is None:
+            return True
+        return self._guides.is_ready(sampling, wait_s)
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises what the executor or the drafter raises; the step then counts as failed."""
+        """Run one step. Raises what the executor raises; the step then counts as failed. What goes wrong with one
+        sequence's grammar is that sequence's error, and a drafter's failure costs drafts alone."""
         self._outcomes.pop(plan.step - MAX_STEPS_IN_FLIGHT, None)
         results: list[SeqResult | None] = []
         steps: list[SeqStep] = []
         for seq in plan.seqs:
-            step = self._resolve(seq)
+            try:
+                step = self._resolve(seq)
+            except Exception as error:
+                step = SeqResult(error=describe(error))
             if isinstance(step, SeqStep):
                 steps.append(step)
                 results.append(None)
@@ -86,18 +97,18 @@ class LocalRuntime:
 
     def _resolve(self, seq: SeqStep) -> SeqStep | SeqResult:
         """The part with nothing left open: known inputs, and its own copy of the history if it needs one."""
-        sampling = seq.sampling
-        wants_history = sampling is not None and sampling.needs_history
+        wants_history = seq.sampling is not None and seq.sampling.has_penalties
         if seq.after is None:
             if seq.history is None:
                 return seq
             history = self._history(seq, 0, None) if wants_history else None
-            return self._guide(msgspec.structs.replace(seq, history=history))
+            return self._guide(seq, msgspec.structs.replace(seq, history=history))
         parent = self._parent(seq.after)
         if parent is None or parent.result.error is not None:
             return SeqResult(error="an earlier step of this request failed")
         tokens = parent.result.tokens
         return self._guide(
+            seq,
             msgspec.structs.replace(
                 seq,
                 start=parent.first_new + len(tokens) - 1,
@@ -105,17 +116,27 @@ class LocalRuntime:
                 drafts=parent.result.drafts[: seq.max_drafts],
                 after=None,
                 history=self._history(seq, 0, seq.after) if wants_history else None,
-            )
+            ),
         )
 
-    def _guide(self, step: SeqStep) -> SeqStep:
-        """With a grammar, also which ids each row may draw."""
-        if step.sampling is None or step.sampling.grammar is None:
+    def _guide(self, seq: SeqStep, step: SeqStep) -> SeqStep:
+        """With a grammar, also which ids each row may draw. Drafts that it forbids are left out."""
+        sampling = seq.sampling
+        if sampling is None or sampling.grammar is None:
             return step
-        assert step.history is not None
-        answer = step.history[step.sampling.output_start :]
-        masks = self._guides.of(step.sampling).masks(answer, step.drafts)
-        return msgspec.structs.replace(step, masks=masks)
+        if self._guides is None:
+            raise UsageError("this runtime has no guides for grammars")
+        guide = self._guides.of(sampling)
+        end = step.start + len(step.tokens)
+        # The ids that a guide was told before are the same: what is drawn depends on its `Sampling` alone.
+        known = min(guide.num_ids, end - sampling.output_start)
+        masks = guide.masks(known, self._history(seq, sampling.output_start + known, seq.after), step.drafts)
+        if end < sampling.banned_until:
+            masks = [
+                without(mask, sampling.last_resort) if end + row < sampling.banned_until else mask
+                for row, mask in enumerate(masks)
+            ]
+        return msgspec.structs.replace(step, masks=masks, drafts=step.drafts[: len(masks) - 1])
 
     def _history(self, seq: SeqStep, first: int, after: After | None) -> "array[int]":
         """The sequence's ids from position `first` on: the committed ones, then those in flight up to `after`.
@@ -177,6 +198,8 @@ class LocalRuntime:
 
     def close(self) -> None:
         self._executor.close()
+        if self._guides is not None:
+            self._guides.close()
         if self._drafter is not None:
             self._drafter.close()
 

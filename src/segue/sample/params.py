@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from segue.errors import ParameterError
 from segue.runtime.contract import Sampling
+
+if TYPE_CHECKING:
+    from segue.sample.grammar import GrammarValue
 
 MAX_LOGPROBS = 1024
 
@@ -36,18 +39,29 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return {name: value for name, value in fields.items() if value not in (None, False)}
 
-    def compiled(self) -> str:
-        """The grammar as the runtime takes it. Raises ParameterError when it is wrong or the extra is missing."""
-        from segue.sample.guide import compile_grammar
+    def grammar_text(self) -> str:
+        """The grammar as the runtime takes it. Raises ParameterError when it is no grammar at all (`check` finds what
+        else is wrong) or the extra is missing."""
+        from segue.sample.grammar import grammar_text
 
+        return grammar_text(*self._form())
+
+    def check(self) -> None:
+        """Raises ParameterError when the grammar is wrong or the extra is missing."""
+        from segue.sample.grammar import check_grammar
+
+        check_grammar(*self._form())
+
+    def _form(self) -> "tuple[str, GrammarValue]":
+        """The field that is given, and its value as one that can be a key."""
         ((name, value),) = self._given().items()
         match value:
             case dict():
-                return compile_grammar(name, msgspec.json.encode(value).decode())
+                return name, msgspec.json.encode(value).decode()
             case list() if all(isinstance(each, str) for each in value):
-                return compile_grammar(name, tuple(value))
+                return name, tuple(value)
             case str() | bool():
-                return compile_grammar(name, value)
+                return name, value
             case _:
                 raise ParameterError(f"structured_outputs.{name}", value, "has the wrong type")
 
@@ -130,7 +144,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raises ParameterError when a token id named here is not one of the model's, or a grammar is wrong."""
+        """Raises ParameterError when a token id named here is not one of the model's."""
         for name, ids in (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids or ()),
@@ -138,8 +152,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             for token in ids:
                 if token >= vocab_size:
                     raise ParameterError(name, token, f"is no token id; the model has {vocab_size}")
+
+    def check_grammar(self) -> None:
+        """Raises ParameterError when the grammar is wrong. The first time that a grammar is seen this may take long."""
         if self.structured_outputs is not None:
-            self.structured_outputs.compiled()
+            self.structured_outputs.check()
 
     def stop_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """The ids that end the answer."""
@@ -149,7 +166,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def resolve(self, *, output_start: int, eos_token_ids: Iterable[int], default_seed: int) -> Sampling:
         """What the runtime needs of this, for an answer whose first token has position `output_start`."""
-        banned = self.stop_ids(eos_token_ids) if self.min_tokens else ()
+        banned = tuple(sorted(self.stop_ids(eos_token_ids))) if self.min_tokens else ()
+        grammar = None if self.structured_outputs is None else self.structured_outputs.grammar_text()
         return Sampling(
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
@@ -160,11 +178,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             frequency_penalty=self.frequency_penalty,
             output_start=output_start,
             logit_bias=tuple(sorted((self.logit_bias or {}).items())),
-            banned=tuple(sorted(banned)),
+            banned=banned if grammar is None else (),
+            last_resort=() if grammar is None else banned,
             banned_until=output_start + self.min_tokens,
             seed=(default_seed if self.seed is None else self.seed) % 2**64,
             num_logprobs=self.logprobs,
-            grammar=None if self.structured_outputs is None else self.structured_outputs.compiled(),
+            grammar=grammar,
         )
 
 

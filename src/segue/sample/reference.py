@@ -98,7 +98,7 @@ def _adjust(logits: FloatRow, sampling: Sampling, position: int, history: Sequen
         adjusted[token] += F32(bias)
     if position < sampling.banned_until:
         adjusted[[token for token in sampling.banned if token < len(logits)]] = -np.inf
-    if not sampling.needs_history:
+    if not sampling.has_penalties:
         return adjusted
     repetition = np.clip(F32(sampling.repetition_penalty), _SMALLEST_NORMAL, _LARGEST)
     seen = np.unique(np.asarray(history, dtype=np.int64))

@@ -22,6 +22,7 @@ from segue.server.prompts import encode_messages, truncated
 from segue.server.request_id import answer_id
 from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, CompletionFields, Count
 from segue.server.serving import SYSTEM_FINGERPRINT, Serving, serving_of
+from segue.server.structured import check_grammar
 from segue.server.tokens import CHAT_TEMPLATE
 from segue.server.tools.calls import (
     CallReader,
@@ -185,6 +186,7 @@ class _Writer:
         model = serving.check_model(body.model)
         tools = ToolUse.of(serving, body.tools, body.tool_choice, body.parallel_tool_calls)
         params = body.sampling_params()
+        await check_grammar(params, body.response_format)
         if tools.needs_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         with fields_named({"text": "messages", "prompt_token_ids": "messages"}):

@@ -35,6 +35,7 @@ from segue.server.sampling import (
     Count,
 )
 from segue.server.serving import SYSTEM_FINGERPRINT, Serving, serving_of
+from segue.server.structured import check_grammar
 from segue.server.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16
@@ -127,6 +128,7 @@ class _Writer:
         """Raises what is wrong with the request."""
         model = serving.check_model(body.model)
         params = body.sampling_params()
+        await check_grammar(params, body.response_format)
         with fields_named({"text": "prompt", "prompt_token_ids": "prompt"}):
             prompts = await encode_prompts(
                 serving,

@@ -54,7 +54,7 @@ from segue.server.response_objects import (
 )
 from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, Count, SamplingFields
 from segue.server.serving import Serving, new_id, serving_of
-from segue.server.structured import ResponseFormat
+from segue.server.structured import ResponseFormat, check_grammar
 from segue.server.tools.calls import (
     FunctionDefinition,
     FunctionName,
@@ -154,6 +154,7 @@ class _Writer:
         model = serving.check_model(body.model)
         tools = _tool_use(serving, body)
         params = body.sampling_params()
+        await check_grammar(params, None if body.text is None else body.text.format, field="text.format")
         if tools.needs_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         with fields_named({"text": "input", "messages": "input", "prompt_token_ids": "input"}):

@@ -1,11 +1,13 @@
 """What an answer must match, as OpenAI's and vLLM's clients say it."""
 
+import asyncio
 from typing import Any, Literal
 
 import msgspec
 
 from segue.errors import ParameterError
-from segue.sample.params import StructuredOutputsParams
+from segue.sample.params import SamplingParams, StructuredOutputsParams
+from segue.server.errors import fields_named
 
 
 class JsonSchema(msgspec.Struct, kw_only=True):
@@ -31,9 +33,9 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
         """Raises ParameterError when the schema is missing."""
         if self.type == "text":
             return None
-        if self.type == "json_object":
-            return StructuredOutputsParams(json_object=True)
         schema = self.schema if self.json_schema is None else self.json_schema.schema
+        if schema is None and self.type == "json_object":
+            return StructuredOutputsParams(json_object=True)
         if schema is None:
             raise ParameterError("response_format", self.type, "needs a schema in json_schema.schema")
         return StructuredOutputsParams(json=schema)
@@ -63,12 +65,25 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 def structured_outputs(
     response_format: ResponseFormat | None, structured: StructuredOutputs | None
 ) -> StructuredOutputsParams | None:
-    """What the two fields come to. Raises ParameterError when both ask for something, or a grammar is wrong."""
+    """What the two fields come to. Raises ParameterError when both ask for something."""
     asked = None if response_format is None else response_format.structured()
     if structured is not None:
         if asked is not None:
             raise ParameterError("structured_outputs", "…", "cannot go together with response_format")
         asked = structured.structured()
-    if asked is not None:
-        asked.compiled()
     return asked
+
+
+async def check_grammar(
+    params: SamplingParams, response_format: ResponseFormat | None, *, field: str = "response_format"
+) -> None:
+    """Raises ParameterError, which names the client's field, when a grammar is wrong. `field` is the name of
+    `response_format`. Compiles it, on another thread: the answers of others go on."""
+    if params.structured_outputs is None:
+        return
+    names = {}
+    if response_format is not None and response_format.type != "text":
+        inside = ".json_schema.schema" if response_format.json_schema is not None else ".schema"
+        names["structured_outputs.json"] = field + inside
+    with fields_named(names):
+        await asyncio.to_thread(params.check_grammar)

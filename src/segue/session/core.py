@@ -91,6 +91,7 @@ class LiveSession(ABC, Generic[A, L]):
         """
         params = params or SamplingParams(max_tokens=None)
         params.check_vocab(self._vocab_size)
+        params.check_grammar()
         state = self._state.respond(params)
         answer = self._new_answer(params)
         self._tell(state.token_ids, answer.so_far)

@@ -12,8 +12,9 @@ from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
 from segue.hub import resolve_model
 from segue.models import build_program
-from segue.runtime.contract import Executor, Runtime, StepPlan, StepResult
+from segue.runtime.contract import Executor, Runtime, Sampling, StepPlan, StepResult
 from segue.runtime.runtime import LocalRuntime
+from segue.sample.guide import GrammarGuides
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter
 from segue.speculate.ngram import NgramDrafter
@@ -49,6 +50,9 @@ class WatchedRuntime:
     @property
     def vocab_size(self) -> int:
         return self._runtime.vocab_size
+
+    def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
+        return self._runtime.is_ready(sampling, wait_s=wait_s)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.max_requests_in_step = max(self.max_requests_in_step, len(plan.seqs))
@@ -135,7 +139,10 @@ class Workbench:
         executor = self._executor("target", self.file, setup.threads)
         executor.allocate_kv(config.num_kv_blocks, config.block_size)
         watched = WatchedRuntime(
-            LocalRuntime(executor, drafter=self._drafter(setup, config)), config.max_num_batched_tokens
+            LocalRuntime(
+                executor, drafter=self._drafter(setup, config), guides=GrammarGuides(self.tokenizer)
+            ),
+            config.max_num_batched_tokens,
         )
         return Bench(Engine(watched, config), watched, _threads_of(executor))
 
