@@ -30,11 +30,11 @@ from segue import (
 )
 from segue.engine.engine import Engine
 from segue.engine.outputs import EngineOutput, EngineStats, FinishReason
-from segue.engine.process import EngineProcess
 from segue.engine_loop import EngineLoop
 from segue.outputs import Delta
 from segue.runtime.contract import ForwardResult, SeqStep
 from segue.runtime.reference import ReferenceExecutor
+from tests.engine.processes import process_of as process_of_engine
 
 PARAMS = SamplingParams(seed=5, max_tokens=8, ignore_eos=True, logprobs=1)
 LONG = SamplingParams(seed=5, max_tokens=200, ignore_eos=True)
@@ -65,18 +65,21 @@ async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 
 def process_of(llm: AsyncLLM) -> "subprocess.Popen[bytes]":
-    client = llm.engine_loop.client
-    assert isinstance(client, EngineProcess)
-    return client._child.process
+    return process_of_engine(llm.engine_loop.client)
 
 
 async def until_idle(llm: AsyncLLM) -> EngineStats:
     """Waits until no request is left, and says how it is then."""
-    while True:
-        stats = await llm.stats()
-        if not stats.num_running + stats.num_waiting + stats.num_idle:
-            return stats
+    while (await llm.snapshot()).requests:
         await asyncio.sleep(0.01)
+    return await stats_now(llm)
+
+
+async def stats_now(llm: AsyncLLM) -> EngineStats:
+    """After all that was said before."""
+    for _ in range(2):  # the second question comes after the step that answered the first
+        await llm.snapshot()
+    return await llm.stats()
 
 
 async def check_all_is_free(llm: AsyncLLM) -> None:
@@ -221,9 +224,9 @@ def test_state_of_the_engine(llm: AsyncLLM) -> None:
         await llm.reset_prefix_cache()
         prompt = TokensPrompt(prompt_token_ids=list(range(3, 40)))
         cached = [(await last(llm.generate(prompt, PARAMS))).num_cached_tokens for _ in range(2)]
-        assert (await llm.stats()).num_cached_blocks > 0
+        assert (await stats_now(llm)).num_cached_blocks > 0
         await llm.reset_prefix_cache()
-        assert (await llm.stats()).num_cached_blocks == 0
+        assert (await stats_now(llm)).num_cached_blocks == 0
         assert cached == [0, 32]
         await llm.check_health()
 

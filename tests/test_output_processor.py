@@ -104,10 +104,11 @@ def test_stop_string_cuts_text_and_tokens_and_aborts(include: bool, text: str) -
     made = processor(params)
     first = made.process([news(ids("xyst"), logprobs=True)])
     assert (first.deltas[0].text, first.aborts) == ("xy", [])
-    second = made.process([news(ids("opabc"), logprobs=True)])
+    output = news(ids("opabc"), logprobs=True)
+    output.metrics = RequestMetrics(num_cached_tokens=7)
+    second = made.process([output])
     assert second.aborts == ["r"]
     assert second.deltas[0].finish_reason == "stop"
-    made.record_metrics("r", RequestMetrics(num_cached_tokens=7))
     output = made.pop("r")
     answer = output.outputs[0]
     assert (answer.text, answer.token_ids, answer.stop_reason) == (text, ids("xystop"), "stop")

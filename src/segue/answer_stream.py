@@ -183,7 +183,10 @@ class Answers:
                 self._end(output)
             else:
                 output.request_id = name
-                self._take_in(output)
+                try:
+                    self._take_in(output)
+                except Exception as error:
+                    self._end(error)
             self._channels[name].post(self._news.set)
 
     def _take_in(self, output: EngineOutput) -> None:
@@ -197,8 +200,8 @@ class Answers:
             turn.has_news = True
             self._add_delta(delta)
         if self._reader is None:  # with streaming input the engine's request goes on with the next turn
-            for name in processed.aborts:
-                self._abort_answer(turn, name)
+            for name in processed.aborts:  # ended at a stop string, which the engine does not know
+                self._channels[name].abort()
         if output.finish_reason is FinishReason.ERROR and output.finished:
             self._end(RequestFailed(f"request {self.request_id} failed: {output.error}"))
         elif turn.processor.is_finished(self.request_id):
@@ -212,12 +215,6 @@ class Answers:
                 self._complete.append(self._last)
             self._last.finished = True
         self._end()
-
-    def _abort_answer(self, turn: _Turn, name: str) -> None:
-        """An answer ended at a stop string, which the engine does not know."""
-        channel = self._channels[name]
-        turn.processor.record_metrics(name, self._engine_loop.client.metrics_of(channel.request_id))
-        channel.abort()
 
     def _end_turn(self, *, last: bool) -> None:
         turn = self._turns.popleft()

@@ -48,7 +48,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: KVCacheDtype
     runtime: RuntimeName
     engine_process: bool
-    max_engine_restarts: int
+    max_engine_restarts: int | None
 
 
 class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,9 +79,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """reference: NumPy, f32, slow; to check the native one."""
     engine_process: bool = False
     """Run the engine in a process of its own, which the caller's work cannot slow down. The answers are the same."""
-    max_engine_restarts: int = 5
+    max_engine_restarts: int | None = 5
     """When that process ends, it is started again and every answer goes on with the same bits: so many times in a row
-    without anything said in between. 0: all open requests raise EngineDead at once."""
+    without anything said in between. 0: all open requests raise EngineDead at once. None: it is never given up; after
+    5 times the open requests fail, new ones raise EngineDead, and it is tried again with growing pauses."""
 
     def __post_init__(self) -> None:
         if self.threads is not None:
@@ -94,7 +95,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         _check_positive("max_num_seqs", self.max_num_seqs)
         _check_one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
         _check_one_of("runtime", self.runtime, get_args(RuntimeName))
-        if self.max_engine_restarts < 0:
+        if self.max_engine_restarts is not None and self.max_engine_restarts < 0:
             raise ParameterError("max_engine_restarts", self.max_engine_restarts, "must be 0 or more")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ParameterError("seed", self.seed, "must be an integer")
@@ -119,7 +120,6 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         if not self.engine_process:
             return self.build()
         from segue.engine.process import EngineProcess
-        from segue.engine.supervisor import SupervisedEngine
         from segue.tokens import Tokenizer
         from segue.weights.gguf import load_gguf
 
@@ -127,11 +127,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         args = self._with_files()
         file = load_gguf(Path(args.model))
         tokenizer = Tokenizer.from_model(file)
-        engine = (
-            SupervisedEngine(args, max_restarts=self.max_engine_restarts)
-            if self.max_engine_restarts
-            else EngineProcess(args)
-        )
+        engine = EngineProcess(args, max_restarts=self.max_engine_restarts)
         return LoadedModel(engine, tokenizer, engine.config, file)
 
     def _with_files(self) -> "EngineArgs":

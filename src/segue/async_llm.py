@@ -165,12 +165,12 @@ class AsyncLLM:
         return self._tokenizer
 
     async def stats(self) -> EngineStats:
-        """Where the engine stands, after the step that runs."""
-        return await asyncio.wrap_future(self.engine_loop.call(lambda client: client.stats))
+        """Where the engine stood after its last step. Waits for nothing. Raises EngineDead."""
+        return self.engine_loop.stats
 
     async def snapshot(self) -> EngineSnapshot:
         """Who holds which blocks, after the step that runs."""
-        return await asyncio.wrap_future(self.engine_loop.call(lambda client: client.snapshot()))
+        return await asyncio.wrap_future(self.engine_loop.ask_snapshot())
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all cached KV."""
@@ -181,7 +181,10 @@ class AsyncLLM:
         self.engine_loop.check_alive()
 
     def shutdown(self) -> None:
-        """Gives back the model's memory and threads; open streams raise EngineDead. May be called again."""
+        """Gives back the model's memory and threads; open streams raise EngineDead. May be called again.
+
+        An engine in this process is let end the step that it runs; one in a process of its own is ended at once.
+        """
         self.engine_loop.close()
 
     async def __aenter__(self) -> Self:

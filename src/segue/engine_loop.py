@@ -11,6 +11,7 @@ A `Channel` is one request's line: commands go out in the order of the calls, ou
 import asyncio
 import contextlib
 import itertools
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 from segue.engine.check import check_chunk, check_request
 from segue.engine.client import EngineClient, EngineState
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, FinishReason
 from segue.engine.request import Keep
 from segue.errors import EngineDead, ParameterError, UsageError
 from segue.sample.params import SamplingParams
@@ -30,6 +31,8 @@ Handler = Callable[[EngineOutput | EngineDead], None]
 
 IDLE_CHECK_S = 0.5
 """How often an engine without work is asked whether it still lives."""
+
+log = logging.getLogger("segue.engine")
 
 T = TypeVar("T")
 
@@ -156,7 +159,8 @@ class EngineLoop:
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        """Only `config` and `vocab_size` may be used outside the engine thread."""
+        """Outside the engine thread, only what any thread may ask."""
+        self._stats = client.stats
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # reentrant, for destructors
@@ -246,8 +250,39 @@ class EngineLoop:
                 self._put(run)
         return future
 
+    def ask_snapshot(self, request_id: str | None = None) -> "Future[EngineSnapshot]":
+        """As `EngineClient.ask_snapshot`, after the commands before it."""
+        answer: Future[EngineSnapshot] = Future()
+
+        def pass_on(source: "Future[EngineSnapshot]") -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            error = source.exception()
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(source.result())
+
+        def asked(question: "Future[Future[EngineSnapshot]]") -> None:
+            error = question.exception()
+            if error is None:
+                question.result().add_done_callback(pass_on)
+            elif answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+
+        self.call(lambda client: client.ask_snapshot(request_id)).add_done_callback(asked)
+        return answer
+
+    @property
+    def stats(self) -> EngineStats:
+        """Where the engine stood after its last step. Raises EngineDead."""
+        if self._dead is not None:
+            raise EngineDead(str(self._dead))
+        return self._stats
+
     def close(self) -> None:
-        """Drop all requests and give back the engine. Waits for the step that runs; may be called again."""
+        """Drop all requests and give back the engine. Waits for a step that runs in this process, for none in another.
+        May be called again."""
         with self._lock:
             if self._dead is None:
                 self._put(self._stop)
@@ -260,9 +295,10 @@ class EngineLoop:
         return self.client.state if self._dead is None else "dead"
 
     def check_alive(self) -> None:
-        """Raises EngineDead if no command can be carried out any more."""
+        """Raises EngineDead if no request can be answered now."""
         if self._dead is not None:
             raise EngineDead(str(self._dead))
+        self.client.check_alive()
 
     # --- for channels -----------------------------------------------------------------------------------------
 
@@ -302,7 +338,8 @@ class EngineLoop:
 
     def _queue(self, command: Callable[[], None]) -> None:
         with self._lock:
-            self.check_alive()
+            if self._dead is not None:
+                raise EngineDead(str(self._dead))
             self._put(command)
 
     def _put(self, command: Callable[[], None]) -> None:
@@ -321,6 +358,7 @@ class EngineLoop:
                     break
                 for output in self.client.step():
                     self._route(output)
+                self._stats = self.client.stats
                 self._flush()
         except EngineDead as dead:
             error = dead
@@ -364,7 +402,16 @@ class EngineLoop:
         if output.finished:
             del self._routes[output.request_id]
             self.release(channel)
-        channel.deliver(output)
+        self._deliver(channel, output)
+
+    def _deliver(self, channel: Channel, output: EngineOutput | EngineDead) -> None:
+        """What a handler raises here is its request's end, and nobody else's."""
+        try:
+            channel.deliver(output)
+        except Exception as error:
+            log.error("request %s failed", channel.request_id, exc_info=error)
+            self.release(channel)
+            self._abort(channel)
 
     def _flush(self) -> None:
         """Hand this step's callbacks to their event loops, in one call each."""
@@ -376,7 +423,7 @@ class EngineLoop:
                 for channel in [each for each in self._routes.values() if each.event_loop is event_loop]:
                     self.release(channel)
                     self._abort(channel)
-                    channel.deliver(EngineDead("the event loop of the request is closed"))
+                    self._deliver(channel, EngineDead("the event loop of the request is closed"))
 
     def _stop(self) -> None:
         self._closing = True
@@ -390,7 +437,7 @@ class EngineLoop:
         self._routes = {}
         for channel in channels:
             self.release(channel)
-            channel.deliver(error)
+            self._deliver(channel, error)
         for future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)

@@ -275,7 +275,6 @@ class _Batch:
         processed = self._processor.process((output,))
         self._deltas += processed.deltas
         for engine_id in processed.aborts:
-            self._processor.record_metrics(engine_id, self._steps.engine.metrics_of(engine_id))
             self._abort(engine_id)
 
     def _abort(self, engine_id: str) -> None:

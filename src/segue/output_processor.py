@@ -91,11 +91,6 @@ class OutputProcessor:
         self._num_open -= len(engine_ids)
         return engine_ids
 
-    def record_metrics(self, engine_id: str, metrics: RequestMetrics) -> None:
-        """How an answer was served that ended here, not in the engine, whose output has no metrics then."""
-        _, answer = self._answers[engine_id]
-        answer.metrics = metrics
-
     def output(self, request_id: str) -> RequestOutput:
         """The request's answers as far as they are."""
         return self._requests[request_id].output()
@@ -193,7 +188,7 @@ class _Answer:
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.metrics: RequestMetrics | None = None
-        """Known when it has ended."""
+        """Of the last output."""
         self._request_id = request_id
         self._index = index
         self._include_stop = params.include_stop_str_in_output
@@ -224,8 +219,7 @@ class _Answer:
             self._cut_at_stop(self._detokenizer.stopped)
         elif output.finish_reason is not None:
             text += self._finish(output)
-        if self.finish_reason is not None:
-            self.metrics = output.metrics
+        self.metrics = output.metrics or self.metrics
         self._texts.append(text)
         self._show_logprobs(first)
         return Delta(

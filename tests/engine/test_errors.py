@@ -244,7 +244,6 @@ def test_the_longest_prompt_gets_one_token() -> None:
             lambda engine: engine.fork("open", "new", -1),
             "num_tokens=-1: must be in [0, 3], the history there is",
         ),
-        (lambda engine: engine.metrics_of("gone"), "request_id='gone': is no unfinished request"),
     ],
 )
 def test_bad_calls_on_sessions_are_refused(call: Callable[[Any], object], message: str) -> None:

@@ -29,15 +29,26 @@ from segue import (
     SamplingParams,
     SpeculativeConfig,
 )
+from segue.engine import connection, wire
 from segue.engine import process as process_module
-from segue.engine import wire
 from segue.engine.client import EngineClient
-from segue.engine.outputs import EngineOutput, FinishReason, RequestMetrics
+from segue.engine.outputs import EngineOutput, EngineStats, FinishReason, RequestMetrics
 from segue.engine.process import EngineProcess
 from segue.runtime.contract import TokenLogprobs
+from tests.engine.processes import (
+    child_of,
+    drain,
+    kill,
+    pid_of,
+    process_of,
+    snapshot_of,
+    stopped,
+    tokens_of,
+)
 
 PARAMS = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, logprobs=2)
 LONG = msgspec.structs.replace(PARAMS, max_tokens=200, logprobs=None)
+NOTHING = EngineStats(**dict.fromkeys((f for f in EngineStats.__struct_fields__), 0))
 PROMPTS = ["the hen", "an inn in the", "of", "she said on and on and on and on"]
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -64,35 +75,14 @@ def mortal(tiny_path: Path) -> Iterator[EngineProcess]:
         yield engine
 
 
-def drain(engine: EngineClient) -> list[EngineOutput]:
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    return outputs
-
-
-def tokens_of(outputs: list[EngineOutput], request_id: str) -> list[int]:
-    return [token for each in outputs if each.request_id == request_id for token in each.token_ids]
-
-
 def step_for_ever(engine: EngineClient) -> None:
     while True:
         engine.step()
 
 
-def num_busy(engine: EngineClient) -> int:
-    stats = engine.stats
-    return stats.num_running + stats.num_waiting
-
-
-def pid_of(engine: EngineProcess) -> int:
-    return engine._child.process.pid
-
-
 def wait_until_gone(pid: int) -> None:
-    """Fails when a process that is not ours still runs after some seconds."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    """Of a process that is not ours."""
+    while True:
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -102,7 +92,6 @@ def wait_until_gone(pid: int) -> None:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
                 return
         time.sleep(0.02)
-    pytest.fail(f"process {pid} still runs")
 
 
 # --- the same as in this process ------------------------------------------------------------------------------
@@ -184,7 +173,7 @@ def test_outputs_survive_the_wire_bit_for_bit(logprobs: list[float], token_ids: 
         metrics=RequestMetrics(num_cached_tokens=5),
         error="é",
     )
-    progress = wire.Progress([output], 3, True)
+    progress = wire.Progress([output], 3, True, NOTHING)
     assert wire.decode_from_child(wire.encode(progress)) == progress
 
 
@@ -306,37 +295,36 @@ def test_an_aborted_request_says_nothing_to_the_next_of_its_name(engine: EngineP
 
 def test_stats_and_the_prefix_cache(engine: EngineProcess) -> None:
     engine.reset_prefix_cache()
+    drain(engine)
     assert engine.stats.num_cached_blocks == 0
     engine.add_request("a", list(range(3, 40)), PARAMS)
-    assert num_busy(engine) == 1
+    while not engine.step():
+        pass
+    assert engine.stats.num_running == 1
     drain(engine)
     assert engine.stats.num_cached_blocks > 0
     engine.reset_prefix_cache()
+    drain(engine)
     assert engine.stats.num_cached_blocks == 0
 
 
-def test_metrics_of_a_request_that_has_ended_there_and_not_here(engine: EngineProcess) -> None:
+def test_outputs_say_how_the_request_was_served_so_far(engine: EngineProcess) -> None:
     engine.add_request("a", [5, 6, 7], PARAMS)
-    while num_busy(engine):
-        pass
-    assert engine.metrics_of("a").num_computed_tokens == 3 + 11
-    last = drain(engine)[-1]
-    assert last.metrics is not None
-    assert last.metrics.num_computed_tokens == 3 + 11
-    with pytest.raises(ParameterError, match="unfinished"):
-        engine.metrics_of("a")
+    computed = [each.metrics.num_computed_tokens for each in drain(engine) if each.metrics is not None]
+    assert computed == list(range(3, 3 + 12))
 
 
-def test_wake_ends_the_wait(engine: EngineProcess) -> None:
-    os.kill(pid_of(engine), signal.SIGSTOP)
-    try:
+def test_wake_ends_the_wait(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "WAIT_S", 600.0)
+    with stopped(engine):
         engine.add_request("a", [5], PARAMS)
+        for _ in range(3):
+            engine.wake()
+            assert engine.step() == []
         waker = threading.Timer(0.1, engine.wake)
         waker.start()
         assert engine.step() == []
         waker.join()
-    finally:
-        os.kill(pid_of(engine), signal.SIGCONT)
     assert len(tokens_of(drain(engine), "a")) == 12
 
 
@@ -393,20 +381,22 @@ def test_a_temporary_folder_with_a_long_path(
 
 
 def test_killed_while_a_step_waits(mortal: EngineProcess) -> None:
-    mortal.add_request("a", [5], LONG)
-    os.kill(pid_of(mortal), signal.SIGSTOP)
-    killer = threading.Timer(0.1, os.kill, (pid_of(mortal), signal.SIGKILL))
-    killer.start()
+    with stopped(mortal):
+        mortal.add_request("a", [5], LONG)
+        question = mortal.ask_snapshot()
+        killer = threading.Timer(0.1, kill, (mortal,))
+        killer.start()
+        with pytest.raises(EngineDead, match="SIGKILL"):
+            step_for_ever(mortal)
+        killer.join()
     with pytest.raises(EngineDead, match="SIGKILL"):
-        step_for_ever(mortal)
-    killer.join()
+        question.result(0)
     for call in (
         lambda: mortal.step(),
         lambda: mortal.add_request("b", [5], PARAMS),
         lambda: mortal.end_input("a"),
         lambda: mortal.reset_prefix_cache(),
-        lambda: mortal.stats,
-        lambda: mortal.metrics_of("a"),
+        lambda: mortal.ask_snapshot(),
     ):
         with pytest.raises((EngineDead, ParameterError), match=r"SIGKILL|open input"):
             call()
@@ -416,23 +406,109 @@ def test_killed_while_a_step_waits(mortal: EngineProcess) -> None:
 
 
 def test_killed_while_idle_is_seen_by_the_next_call(mortal: EngineProcess) -> None:
-    os.kill(pid_of(mortal), signal.SIGKILL)
-    mortal._child.process.wait()
+    kill(mortal)
+    process_of(mortal).wait()
     with pytest.raises(EngineDead, match="SIGKILL"):
         mortal.add_request("a", [5], PARAMS)
 
 
 def test_an_error_of_the_engine_itself_is_told(mortal: EngineProcess) -> None:
-    mortal._child.socket.send(b"\xc1")
+    child_of(mortal)._socket.send(b"\xc1")
     with pytest.raises(EngineDead, match="the engine failed: DecodeError"):
         step_for_ever(mortal)
 
 
-def test_no_answer(mortal: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_module, "ANSWER_TIMEOUT_S", 0.2)
-    os.kill(pid_of(mortal), signal.SIGSTOP)
-    with pytest.raises(EngineDead, match="did not answer"):
-        _ = mortal.stats
+# --- life -----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_waits_for_a_step(engine: EngineProcess) -> None:
+    with stopped(engine):
+        engine.add_request("a", [5, 6, 7], PARAMS, resumable=True)
+        engine.add_chunk("a", [8], PARAMS)
+        engine.fork("a", "b", 2)
+        engine.truncate("a", 1)
+        engine.end_input("a")
+        engine.abort_request("b")
+        engine.reset_prefix_cache()
+        assert engine.stats.num_kv_blocks == 64
+        assert engine.state == "running"
+        engine.check_alive()
+        answer = engine.ask_snapshot("a")
+        nothing = engine.ask_snapshot("b")
+        assert engine.step() == []
+        assert not answer.done()
+        assert nothing.result(0).requests == []
+    drain(engine)
+    assert [each.request_id for each in answer.result(0).requests] in (["a"], [])
+
+
+def test_an_answer_is_of_the_moment_after_the_calls(engine: EngineProcess) -> None:
+    engine.add_request("a", list(range(3, 43)), None, resumable=True)
+    snapshot_of(engine)
+    drain(engine)
+    (a,) = snapshot_of(engine, "a").requests
+    assert (a.request_id, a.state, a.num_tokens, a.num_computed) == ("a", "idle", 40, 39)
+    everything = snapshot_of(engine)
+    assert [each.request_id for each in everything.requests] == ["a"]
+    abandoned = engine.ask_snapshot()
+    assert abandoned.cancel()
+    engine.abort_request("a")
+    drain(engine)
+    assert snapshot_of(engine).requests == []
+
+
+def test_a_process_that_stands_still_is_ended(mortal: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    mortal.add_request("a", [5], LONG)
+    question = mortal.ask_snapshot("a")
+    with stopped(mortal):
+        monkeypatch.setattr(connection, "FROZEN_S", 0.5)
+        with pytest.raises(EngineDead, match=r"stood still for 0\.5 s"):
+            step_for_ever(mortal)
+    with pytest.raises(EngineDead, match="stood still"):
+        question.result(0)
+
+
+def test_an_idle_process_that_stands_still_is_ended(
+    mortal: EngineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain(mortal)
+    with stopped(mortal):
+        monkeypatch.setattr(connection, "FROZEN_S", 0.5)
+        with pytest.raises(EngineDead, match="stood still"):
+            step_for_ever(mortal)
+
+
+def test_a_process_in_a_long_step_moves(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(connection, "CHILD_MODULE", "tests.engine.patient_child")
+    monkeypatch.setenv("SEGUE_TEST_GATE", str(tmp_path / "gate"))
+    monkeypatch.setenv("SEGUE_TEST_BEGUN", str(tmp_path / "begun"))
+    with contextlib.closing(EngineProcess(args(tiny_path))) as engine:
+        engine.add_request("a", [5], PARAMS)
+        while not (tmp_path / "begun").exists():
+            assert engine.step() == []
+        notes = child_of(engine)._notes
+        first = wire.read_beat(notes)
+        while wire.read_beat(notes) < first + 3:
+            assert engine.step() == []
+            assert engine.stats.num_steps == 0
+        (tmp_path / "gate").touch()
+        assert len(tokens_of(drain(engine), "a")) == 12
+
+
+def test_silence_counts_only_while_somebody_looks() -> None:
+    silence = connection.Silence(100.0)
+    assert silence.look(1, 101.0) == 0
+    assert silence.look(1, 101.5) == 0.5
+    assert silence.look(1, 102.0) == 1.0
+    assert silence.look(1, 9000.0) == 1.0 + connection.LONGEST_LOOK_S  # this process was stopped itself
+    assert silence.look(2, 9001.0) == 0
+    assert silence.look(2, 9001.5) == 0.5
+
+
+# --- the end, by itself ---------------------------------------------------------------------------------------
 
 
 def test_close_ends_it_in_the_middle_of_its_work(mortal: EngineProcess) -> None:
@@ -466,7 +542,7 @@ thread = threading.Thread(target=main)
 thread.start()
 thread.join()
 (output,) = llm.generate("the hen", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
-print(len(output.outputs[0].token_ids), llm._steps.engine._child.process.pid, flush=True)
+print(len(output.outputs[0].token_ids), llm._steps.engine._connection._inner.process.pid, flush=True)
 """
 
 
@@ -481,7 +557,7 @@ def run_script(more: str, path: Path) -> "subprocess.Popen[str]":
 
 def test_a_script_without_a_main_guard_from_a_thread_and_never_closed(tiny_path: Path) -> None:
     with run_script("", tiny_path) as script:
-        out, err = script.communicate(timeout=30)
+        out, err = script.communicate()
     assert (script.returncode, err) == (0, "")
     number, pid = map(int, out.split())
     assert number == 3
@@ -495,7 +571,7 @@ assert os.waitpid(pid, 0) == (pid, 0)
 llm.generate("the hen", SamplingParams(max_tokens=3))
 """
     with run_script(more, tiny_path) as script:
-        _, err = script.communicate(timeout=30)
+        _, err = script.communicate()
     assert (script.returncode, err) == (0, "")
 
 
@@ -503,7 +579,7 @@ llm.generate("the hen", SamplingParams(max_tokens=3))
     "end",
     [
         "os.kill(os.getpid(), signal.SIGKILL)",
-        "os.fork() or time.sleep(5) or os._exit(0); os.kill(os.getpid(), signal.SIGKILL)",
+        "os.fork() or time.sleep(30) or os._exit(0); os.kill(os.getpid(), signal.SIGKILL)",
     ],
     ids=["alone", "a fork of the parent lives on"],
 )
@@ -511,7 +587,7 @@ def test_killed_parent_takes_it_along(tiny_path: Path, end: str) -> None:
     with run_script(end, tiny_path) as script:
         assert script.stdout is not None
         _, pid = map(int, script.stdout.readline().split())
-        script.wait(timeout=30)
+        script.wait()
         assert script.returncode == -signal.SIGKILL
         wait_until_gone(pid)
         script.kill()

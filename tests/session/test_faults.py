@@ -161,7 +161,7 @@ def test_an_append_between_the_end_of_a_request_and_the_notice_of_it() -> None:
             session.append("hi")
             assert session._link is not None
             channel = session._link.line
-            await asyncio.wrap_future(loop.call(lambda client: client.snapshot()))
+            await asyncio.wrap_future(loop.ask_snapshot())
             world.executor.fail_next = True
             session.append("stop")
             while channel.is_open:  # the event loop does not run, so the notice does not come
@@ -186,7 +186,7 @@ def test_a_session_of_a_dead_engine_keeps_what_was_delivered() -> None:
         loop = EngineLoop(world.engine)
         session = SessionManager(loop, TOKENIZER).open()
         session.append("hi")
-        await asyncio.wrap_future(loop.call(lambda client: client.snapshot()))
+        await asyncio.wrap_future(loop.ask_snapshot())
         world.engine.dies_in = 9
         answer = session.respond(SamplingParams(temperature=0, ignore_eos=True))
         read = await anext(answer)

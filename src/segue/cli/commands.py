@@ -533,6 +533,7 @@ def serve(
         runtime=runtime,
         speculative_config=parse_object("speculative_config", speculative_config),
         engine_process=not in_process,
+        max_engine_restarts=None,
     )
     options = ServerOptions(
         host=host,

@@ -13,8 +13,10 @@ import zmq
 
 from segue.engine import wire
 from segue.engine.client import EngineClient
-from segue.engine.outputs import EngineOutput, EngineSnapshot, FinishReason, RequestMetrics
+from segue.engine.outputs import EngineOutput, FinishReason
 from segue.errors import SegueError, UsageError
+
+BEAT_S = 1.0
 
 
 def main() -> None:
@@ -22,7 +24,7 @@ def main() -> None:
     address, parent_pid, notes = sys.argv[1], int(sys.argv[2]), wire.Notes(int(sys.argv[3]))
     for number in (signal.SIGINT, signal.SIGTERM):  # they mean the parent, which decides
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(parent_pid,), daemon=True).start()
+    threading.Thread(target=_watch, args=(parent_pid, notes), daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     pair = wire.pair_socket(context)
     pair.connect(address)
@@ -37,11 +39,13 @@ def main() -> None:
         context.destroy(linger=1000)
 
 
-def _end_with_parent(parent_pid: int) -> None:
+def _watch(parent_pid: int, notes: wire.Notes) -> None:
+    """Beside the steps: tells that this process moves, and ends it with its parent."""
     # Not PR_SET_PDEATHSIG: that signal comes when the *thread* ends which started this process. stdin ends with the
     # parent, unless a fork of it holds the other end; the parent's id then still tells.
     while os.getppid() == parent_pid:
-        readable, _, _ = select.select([0], [], [], 1.0)
+        notes.beat()
+        readable, _, _ = select.select([0], [], [], BEAT_S)
         if readable and not os.read(0, 1):
             break
     os._exit(0)
@@ -63,21 +67,24 @@ def _serve(pair: "zmq.Socket[bytes]", notes: wire.Notes) -> None:
     assert isinstance(engine, Engine)
     engine.on_plan = notes.write
     engine.knows_grammars = True  # the parent's `check_request` has seen them
-    pair.send(wire.encode(wire.Ready(engine.config, engine.vocab_size)))
+    pair.send(wire.encode(wire.Ready(engine.config, engine.vocab_size, engine.stats)))
     num_carried_out = 0
     while True:
         outputs: list[EngineOutput] = []
         if not engine.has_unfinished_requests():
             notes.write([])
         for message in _waiting(pair, at_least_one=not engine.has_unfinished_requests()):
+            if isinstance(message, wire.AskSnapshot):
+                snapshot = engine.snapshot(message.request_id)
+                pair.send(wire.encode(wire.Snapshot(message.number, snapshot)))
+                continue
             num_carried_out += 1
-            match _carry_out(engine, message):
-                case EngineOutput() as refusal:
-                    outputs.append(refusal)
-                case wire.Stats() | wire.Metrics() | wire.Snapshot() as answer:
-                    pair.send(wire.encode(answer))
+            refusal = _carry_out(engine, message)
+            if refusal is not None:
+                outputs.append(refusal)
         outputs += engine.step()
-        pair.send(wire.encode(wire.Progress(outputs, num_carried_out, engine.has_unfinished_requests())))
+        has_unfinished = engine.has_unfinished_requests()
+        pair.send(wire.encode(wire.Progress(outputs, num_carried_out, has_unfinished, engine.stats)))
 
 
 def _waiting(pair: "zmq.Socket[bytes]", *, at_least_one: bool) -> list[object]:
@@ -88,17 +95,13 @@ def _waiting(pair: "zmq.Socket[bytes]", *, at_least_one: bool) -> list[object]:
     return messages
 
 
-def _carry_out(engine: EngineClient, message: object) -> wire.Answer | EngineOutput | None:
-    if isinstance(message, wire.AskStats):
-        return wire.Stats(engine.stats)
-    assert isinstance(message, msgspec.Struct)
-    method = type(message).__name__
-    arguments = {name: getattr(message, name) for name in message.__struct_fields__}
+def _carry_out(engine: EngineClient, call: object) -> EngineOutput | None:
+    """Returns what is to be said if the engine refuses."""
+    assert isinstance(call, msgspec.Struct)
+    arguments = {name: getattr(call, name) for name in call.__struct_fields__}
     try:
-        result = getattr(engine, method)(**arguments)
+        getattr(engine, type(call).__name__)(**arguments)
     except UsageError as error:
-        if method == "metrics_of":
-            return wire.Metrics(None)
         # The parent has checked what it can, so the history is shorter than it thinks, or the request has just ended.
         # Nobody waits for an answer: the request fails, or it is not known any more and the output goes nowhere.
         request_id = arguments.get("new_request_id", arguments["request_id"])
@@ -106,13 +109,7 @@ def _carry_out(engine: EngineClient, message: object) -> wire.Answer | EngineOut
         return EngineOutput(
             request_id=request_id, finish_reason=FinishReason.ERROR, finished=True, error=str(error)
         )
-    match result:
-        case RequestMetrics():
-            return wire.Metrics(result)
-        case EngineSnapshot():
-            return wire.Snapshot(result)
-        case _:
-            return None
+    return None
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What front ends need of an engine, wherever it runs: `Engine` and `EngineProcess` both have it."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Literal, Protocol
 
 from segue.engine.config import EngineConfig
-from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, RequestMetrics
+from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats
 from segue.engine.request import Keep
 from segue.sample.params import SamplingParams
 
@@ -12,7 +13,8 @@ EngineState = Literal["running", "restarting", "dead"]
 
 
 class EngineClient(Protocol):
-    """The engine's own interface; see `Engine` for what the calls mean. One thread calls, except for `wake`.
+    """The engine's own interface; see `Engine` for what the calls mean. One thread calls, except for `wake`. No call
+    waits for a step that runs elsewhere.
 
     Every call may raise EngineDead when the engine runs in another process, which may have ended. There, what only
     the engine can check (whether a history has so many tokens) is not raised by the call: the request fails, and an
@@ -27,11 +29,18 @@ class EngineClient(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """Any thread may ask. While it is "restarting", calls are taken and carried out later."""
+        """Any thread may ask. While it is "restarting", calls are taken and carried out later. A "dead" one whose
+        calls do not raise EngineDead refuses requests by outputs, and may yet run again."""
+        ...
+
+    def check_alive(self) -> None:
+        """Any thread may ask. Raises EngineDead while the state is "dead"."""
         ...
 
     @property
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """After the last step. Waits for nothing."""
+        ...
 
     def add_request(
         self,
@@ -65,8 +74,8 @@ class EngineClient(Protocol):
 
     def reset_prefix_cache(self) -> None: ...
 
-    def metrics_of(self, request_id: str) -> RequestMetrics: ...
-
-    def snapshot(self, request_id: str | None = None) -> EngineSnapshot: ...
+    def ask_snapshot(self, request_id: str | None = None) -> "Future[EngineSnapshot]":
+        """Answered at once, or by a later `step`."""
+        ...
 
     def close(self) -> None: ...

@@ -10,7 +10,7 @@ thread-safe: one thread calls. With `async_depth > 1` a worker thread executes t
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 import msgspec
@@ -285,7 +285,7 @@ class Engine:
         complete = timeline.publishable_len
         timeline.settle(flight, kept, seq.drafts, seq.draft_kv_len)
         self.scheduler.publish(timeline, complete)
-        output = EngineOutput(request_id=request.id, token_ids=kept)
+        output = EngineOutput(request_id=request.id, token_ids=kept, metrics=request.snapshot())
         if seq.logprobs is not None:
             output.logprobs = seq.logprobs[: len(kept)]
         if request.prompt_logprobs is not None:
@@ -310,7 +310,6 @@ class Engine:
 
     def _end_turn(self, request: Request, stop: Stop, output: EngineOutput) -> None:
         output.finish_reason, output.stop_reason = stop.reason, stop.stop_reason
-        output.metrics = request.snapshot()
         if request.chunks or request.input_open:
             self.pool.release(request.end_turn())
             self._go_on(request)
@@ -369,6 +368,9 @@ class Engine:
         """For callers that also have an `EngineProcess`, which can end; this one lives as long as they do."""
         return "running"
 
+    def check_alive(self) -> None:
+        """For the same callers."""
+
     @property
     def stats(self) -> EngineStats:
         """Where the engine stands."""
@@ -387,13 +389,6 @@ class Engine:
             num_accepted_tokens=self._totals.num_accepted_tokens,
         )
 
-    def metrics_of(self, request_id: str) -> RequestMetrics:
-        """How an unfinished request has been served so far. Raises ParameterError for an unknown id."""
-        request = self.requests.get(request_id)
-        if request is None:
-            raise ParameterError("request_id", request_id, "is no unfinished request")
-        return request.snapshot()
-
     def snapshot(self, request_id: str | None = None) -> EngineSnapshot:
         """Who holds which blocks. With `request_id`, only of that request, if it is there, and without the pool."""
         if request_id is None:
@@ -404,6 +399,12 @@ class Engine:
             requests=[request.where_it_stands() for request in requests],
             cached_blocks=self.pool.cached_free if request_id is None else [],
         )
+
+    def ask_snapshot(self, request_id: str | None = None) -> Future[EngineSnapshot]:
+        """For callers that also have an `EngineProcess`, which answers later."""
+        answer: Future[EngineSnapshot] = Future()
+        answer.set_result(self.snapshot(request_id))
+        return answer
 
     def close(self) -> None:
         """Wait for what executes, then release the runtime. Open requests are dropped."""

@@ -171,6 +171,7 @@ class _Engine:
 
 
 _ADD_REQUEST = wire.CALL_TYPES["add_request"]
+_FORK = wire.CALL_TYPES["fork"]
 
 
 def _subject(call: msgspec.Struct) -> object:
@@ -179,7 +180,7 @@ def _subject(call: msgspec.Struct) -> object:
 
 
 class Journal:
-    """The calls of one `EngineProcess` and what came of them."""
+    """The calls on one connection and what came of them."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.num_confirmed = 0
@@ -195,17 +196,18 @@ class Journal:
         return self._engine.requests
 
     @property
+    def unfinished(self) -> list[str]:
+        """The ids of these, and of those that an unconfirmed call makes."""
+        new = (_subject(call) for call in self.unconfirmed if isinstance(call, _ADD_REQUEST | _FORK))
+        return list(dict.fromkeys((*self.requests, *map(str, new))))
+
+    @property
     def unconfirmed(self) -> list[msgspec.Struct]:
         return [call for call in self._unconfirmed if call is not None]
 
     def told(self, call: msgspec.Struct) -> None:
         """A call was made."""
         self._unconfirmed.append(call)
-
-    def answered(self) -> None:
-        """The oldest question was answered."""
-        index = next(i for i, call in enumerate(self._unconfirmed) if isinstance(call, wire.QUESTIONS))
-        self._unconfirmed[index] = None
 
     def progress(self, num_confirmed: int, outputs: Sequence[EngineOutput]) -> None:
         """A step came after so many calls and brought this."""
@@ -230,9 +232,7 @@ class Journal:
         """Nothing more is to be done about the request."""
         self.requests.pop(request_id, None)
         for index, call in enumerate(self._unconfirmed):
-            if call is None or isinstance(call, wire.QUESTIONS):
-                continue
-            if _subject(call) == request_id:
+            if call is not None and _subject(call) == request_id:
                 self._unconfirmed[index] = None
 
     def start_over(self) -> None:
@@ -242,6 +242,6 @@ class Journal:
         self._unconfirmed = deque(pending)
 
     def _carry_out(self, call: msgspec.Struct | None) -> None:
-        if call is not None and not isinstance(call, wire.QUESTIONS):
+        if call is not None:
             arguments = {name: getattr(call, name) for name in call.__struct_fields__}
             getattr(self._engine, type(call).__name__)(**arguments)

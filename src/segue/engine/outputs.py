@@ -49,7 +49,7 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     finished: bool = False
     """No more outputs will come for this request."""
     metrics: RequestMetrics | None = None
-    """With `finish_reason`."""
+    """So far."""
     error: str | None = None
     """With `FinishReason.ERROR`: one line."""
 
@@ -91,3 +91,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_computed_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    num_restarts: int = 0
+    """How often the process that it runs in was started again."""

@@ -5,7 +5,9 @@ A call's message has the name and the parameters of the engine's method, so a ne
 
 import inspect
 import os
+import tempfile
 from array import array
+from collections.abc import Callable
 from functools import reduce
 from operator import or_
 from typing import Any, get_type_hints
@@ -15,7 +17,7 @@ import zmq
 
 from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
-from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, RequestMetrics
+from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats
 
 CALLS = (
     "add_request",
@@ -25,10 +27,8 @@ CALLS = (
     "end_input",
     "abort_request",
     "reset_prefix_cache",
-    "metrics_of",
-    "snapshot",
 )
-"""Methods of `Engine` that are called from outside; those that return something are answered."""
+"""Methods of `Engine` that are called from outside. None returns anything."""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -37,8 +37,11 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     args: dict[str, Any]
 
 
-class AskStats(msgspec.Struct, frozen=True, tag=True):
-    """To the child: answered by `EngineStats`."""
+class AskSnapshot(msgspec.Struct, frozen=True, tag=True):
+    """To the child: a question, which is answered by `Snapshot` and does not count as a call."""
+
+    number: int
+    request_id: str | None
 
 
 class Connected(msgspec.Struct, frozen=True, tag=True):
@@ -50,6 +53,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     config: EngineConfig
     vocab_size: int
+    stats: EngineStats
 
 
 class NotLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -63,29 +67,17 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
     outputs: list[EngineOutput]
     num_carried_out: int
-    """How many messages were carried out before the step."""
+    """How many calls were carried out before the step."""
     has_unfinished: bool
-
-
-class Stats(msgspec.Struct, frozen=True, tag=True):
-    """From the child: the answer to `AskStats`."""
-
     stats: EngineStats
-
-
-class Metrics(msgspec.Struct, frozen=True, tag=True):
-    """From the child: the answer to `metrics_of`; None if the engine does not know the request any more."""
-
-    metrics: RequestMetrics | None
+    """After the step."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
-    """From the child: the answer to `snapshot`."""
+    """From the child: the answer to the `AskSnapshot` of this number."""
 
+    number: int
     snapshot: EngineSnapshot
-
-
-Answer = Stats | Metrics | Snapshot
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -109,18 +101,11 @@ def _encode_array(value: object) -> object:
 
 
 CALL_TYPES = {method: _call_type(method) for method in CALLS}
-QUESTIONS = (AskStats, CALL_TYPES["metrics_of"], CALL_TYPES["snapshot"])
-"""Answered at once; all other calls by nothing, or by outputs."""
+FromChild = Connected | Ready | NotLoaded | Progress | Snapshot | Failed
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-decode_to_child = msgspec.msgpack.Decoder(reduce(or_, CALL_TYPES.values(), Start | AskStats)).decode
-decode_from_child = msgspec.msgpack.Decoder(Connected | Ready | NotLoaded | Progress | Answer | Failed).decode
-
-
-NOTE_HEAD_BYTES = 4
-
-_encode_ids = msgspec.msgpack.Encoder().encode
-_decode_ids = msgspec.msgpack.Decoder(list[str]).decode
+decode_to_child = msgspec.msgpack.Decoder(reduce(or_, CALL_TYPES.values(), Start | AskSnapshot)).decode
+decode_from_child: "Callable[[bytes], FromChild]" = msgspec.msgpack.Decoder(FromChild).decode
 
 
 def pair_socket(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]":
@@ -131,25 +116,58 @@ def pair_socket(context: "zmq.Context[zmq.Socket[bytes]]") -> "zmq.Socket[bytes]
     return pair
 
 
+# --- the notes ------------------------------------------------------------------------------------------------
+#
+# A file that both processes have open, in memory where there is such a thing. What the child wrote stays readable
+# however it ends, which a message that was not sent yet would not.
+#
+#     0        8       12
+#     │ beat   │ size  │ ids of the requests in the steps in flight │
+
+BEAT_BYTES = 8
+SIZE_BYTES = 4
+
+_encode_ids = msgspec.msgpack.Encoder().encode
+_decode_ids = msgspec.msgpack.Decoder(list[str]).decode
+
+
+def make_notes() -> int:
+    """The file's descriptor."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("segue-notes")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 class Notes:
-    """A file in which the child says which requests are in the steps in flight. What was written stays readable
-    however the child ends, which a message that was not sent yet would not."""
+    """What the child writes there."""
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._ids: list[str] = []
+        self._num_beats = 0
 
     def write(self, ids: list[str]) -> None:
         if ids != self._ids:
             self._ids = ids
             text = _encode_ids(ids)
-            os.pwrite(self._file, len(text).to_bytes(NOTE_HEAD_BYTES, "little") + text, 0)
+            os.pwrite(self._file, len(text).to_bytes(SIZE_BYTES, "little") + text, BEAT_BYTES)
+
+    def beat(self) -> None:
+        """Any thread: the process still moves."""
+        self._num_beats += 1
+        os.pwrite(self._file, self._num_beats.to_bytes(BEAT_BYTES, "little"), 0)
 
 
 def read_notes(file: int) -> list[str]:
     """What the child wrote last; nothing, if that is not complete."""
-    size = int.from_bytes(os.pread(file, NOTE_HEAD_BYTES, 0), "little")
+    size = int.from_bytes(os.pread(file, SIZE_BYTES, BEAT_BYTES), "little")
     try:
-        return _decode_ids(os.pread(file, size, NOTE_HEAD_BYTES))
+        return _decode_ids(os.pread(file, size, BEAT_BYTES + SIZE_BYTES))
     except msgspec.DecodeError:
         return []
+
+
+def read_beat(file: int) -> int:
+    """How often the child has beaten."""
+    return int.from_bytes(os.pread(file, BEAT_BYTES, 0), "little")

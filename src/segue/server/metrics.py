@@ -195,6 +195,12 @@ class _EngineMetrics:
         yield self._one(counter, "segue:engine_steps", "Steps.", stats.num_steps)
         yield self._one(
             counter,
+            "segue:engine_restarts",
+            "How often the engine's process was started again.",
+            stats.num_restarts,
+        )
+        yield self._one(
+            counter,
             "segue:computed_tokens",
             "Tokens computed, recomputed and rejected ones included.",
             stats.num_computed_tokens,

@@ -3,9 +3,10 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from datetime import datetime
 
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.engine.outputs import EngineOutput, EngineSnapshot, FinishReason
 from segue.errors import EngineDead
 from segue.outputs import CompletionOutput, Delta
 from segue.sample.params import SamplingParams
@@ -50,10 +51,9 @@ class _Line:
         with contextlib.suppress(EngineDead):
             self._steps.engine.abort_request(self.request_id)
 
-    def is_computed(self) -> bool:
-        """Whether the engine has computed all that it was told, and waits for more."""
-        requests = self._steps.engine.snapshot(self.request_id).requests
-        return bool(requests) and requests[0].state == "idle"
+    def ask_snapshot(self) -> "Future[EngineSnapshot]":
+        """As `EngineClient.ask_snapshot`, of this request."""
+        return self._steps.engine.ask_snapshot(self.request_id)
 
     def _receive(self, output: EngineOutput | EngineDead) -> None:
         if isinstance(output, EngineDead) or output.finished:
@@ -127,9 +127,13 @@ class BlockingSession(LiveSession["BlockingAnswer", _Line]):
         """Also computes what is new, as far as it can be before what follows."""
         self._tell(state.token_ids)
         link = self._link
+        question: Future[EngineSnapshot] | None = None
         while link is not None and self._steps.engine.has_unfinished_requests():
-            if link.line.is_computed():
-                break
+            question = question or link.line.ask_snapshot()
+            if question.done():
+                if [each.state for each in question.result().requests] == ["idle"]:
+                    break
+                question = None
             self._steps.step()
             if link.error is not None:
                 raise link.error

@@ -47,10 +47,7 @@ class Session(LiveSession["Answer", Channel]):
         behind it."""
         snapshot = None
         if self._link is not None:
-            request_id = self._link.line.request_id
-            snapshot = asyncio.wrap_future(
-                self._manager.loop.call(lambda client: client.snapshot(request_id))
-            )
+            snapshot = asyncio.wrap_future(self._manager.loop.ask_snapshot(self._link.line.request_id))
         return _progress(len(self.token_ids), snapshot)
 
     def fork(self) -> "Session":

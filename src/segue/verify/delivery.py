@@ -124,7 +124,6 @@ class _Requests:
             outputs = self._client.step()
             most = max(most, len({output.request_id for output in outputs}))
             for request_id in processor.process(outputs).aborts:
-                processor.record_metrics(request_id, self._client.metrics_of(request_id))
                 self._client.abort_request(request_id)
         answers = []
         for request_id, case in zip(ids, cases, strict=True):
@@ -257,8 +256,7 @@ class _Sessions:
     async def _quiet(self) -> None:
         """Wait until the engine has computed all that it was told."""
         while True:
-            stats, _ = await asyncio.wrap_future(self._loop.call(_look))
-            if stats.num_running == stats.num_waiting == 0:
+            if not await asyncio.wrap_future(self._loop.call(EngineClient.has_unfinished_requests)):
                 return
 
     async def _note_evicted(self, sessions: Sequence[Session]) -> None:
