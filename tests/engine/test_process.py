@@ -267,7 +267,7 @@ def test_a_chunk_that_does_not_fit_is_left_out(engine: EngineProcess) -> None:
     assert not refused.finished
     assert "maximum context length is 256 tokens" in (refused.error or "")
     assert len(tokens_of(outputs, "a")) == len(tokens_of(outputs, "b")) == 12
-    assert engine.snapshot("a").requests[0].num_tokens == 212
+    assert snapshot_of(engine, "a").requests[0].num_tokens == 212
     engine.abort_request("a")
 
 
