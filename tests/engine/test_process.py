@@ -458,9 +458,9 @@ def test_an_answer_is_of_the_moment_after_the_calls(engine: EngineProcess) -> No
 
 
 def test_a_process_that_stands_still_is_ended(mortal: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    mortal.add_request("a", [5], LONG)
-    question = mortal.ask_snapshot("a")
     with stopped(mortal):
+        mortal.add_request("a", [5], LONG)
+        question = mortal.ask_snapshot("a")
         monkeypatch.setattr(connection, "FROZEN_S", 0.5)
         with pytest.raises(EngineDead, match=r"stood still for 0\.5 s"):
             step_for_ever(mortal)
