@@ -27,6 +27,7 @@ from segue.args import EngineOptions
 from segue.engine.engine import Engine
 from segue.engine.outputs import EngineOutput
 from segue.runtime.contract import ForwardResult, SeqStep
+from segue.runtime.native import available_cpus
 from segue.runtime.reference import ReferenceExecutor
 from tests.weights.make_gguf import tiny_llama
 
@@ -381,3 +382,13 @@ def test_the_real_model_knows_a_capital(smollm2_llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=8)
     (output,) = smollm2_llm.generate("The capital of France is", params, use_tqdm=False)
     assert "Paris" in output.outputs[0].text
+
+
+def test_more_threads_than_cpus(tiny_path: Path) -> None:
+    """A warning, and a thread for each CPU."""
+    cpus = available_cpus()
+    with (
+        pytest.warns(UserWarning, match=rf"threads=5000: this process may use {cpus} CPU.*threads={cpus}$"),
+        LLM(tiny_path, threads=5000) as llm,
+    ):
+        assert texts(llm, ["the"], GREEDY)

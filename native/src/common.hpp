@@ -47,6 +47,7 @@ class Buffer {
     void reserve(size_t size) {
         if (size <= size_) return;
         data_.reset();
+        size_ = 0;  // if there is no memory for more, there is none at all
         data_.reset(allocate(size));
         size_ = size;
     }

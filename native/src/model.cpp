@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <numeric>
 
 namespace segue {
@@ -351,6 +352,7 @@ class Worker {
                     .panel_begin = std::max(begin, 0),
                     .panel_end = std::min(end, panels),
                     .accumulate = accumulate,
+                    .scratch = work_.linear.data(),
                 });
             }
             begin -= panels;
@@ -528,35 +530,40 @@ class Worker {
                         logits.size_bytes());
             return;
         }
-        const SequenceInput& seq = run_.input.sequences[wanted.sequence];
-        const SamplingSpec* spec = wanted.sampled ? seq.sampling.get() : nullptr;
-        int32_t greedy = -1;
-        bool finite;
-        if (spec != nullptr && draws_greedily(*spec, wanted.position + 1) && mask_of(wanted, seq).empty()) {
-            greedy = kernels_.argmax(logits.data(), static_cast<int>(logits.size()));
-            finite = greedy >= 0;
-        } else {
-            finite = all_finite(logits);
+        // The one place where a thread of the pool allocates: no exception may leave it.
+        SequenceError error;
+        try {
+            error = sample_and_score(wanted, logits);
+        } catch (const std::bad_alloc&) {
+            error = SequenceError::kNoMemory;
         }
-        if (!finite) {
-            std::atomic_ref(run_.output.not_finite[wanted.sequence]).store(1, std::memory_order_relaxed);
-        }
-        if (wanted.scored) {
-            run_.output.prompt_logprobs[wanted.target] =
-                logprobs(logits, finite, run_.input.targets[wanted.target], seq.num_prompt_logprobs);
-        }
-        if (spec == nullptr) return;
-        const int32_t id = !finite ? 0 : greedy >= 0 ? greedy : draw(wanted, seq, *spec, logits);
-        run_.output.tokens[wanted.sample] = id;
-        if (spec->num_logprobs >= 0) {
-            run_.output.logprobs[wanted.sample] =
-                std::make_unique<TokenLogprobs>(logprobs(logits, finite, id, spec->num_logprobs));
+        if (error != SequenceError::kNone) {
+            std::atomic_ref(run_.output.errors[wanted.sequence]).store(error, std::memory_order_relaxed);
         }
     }
 
-    static TokenLogprobs logprobs(std::span<const float> logits, bool finite, int32_t id, int32_t num_top) {
-        if (finite) return row_logprobs(logits, id, num_top);
-        return {std::numeric_limits<float>::quiet_NaN(), 1, {}, {}};
+    SequenceError sample_and_score(const WantedRow& wanted, std::span<const float> logits) {
+        const SequenceInput& seq = run_.input.sequences[wanted.sequence];
+        const SamplingSpec* spec = wanted.sampled ? seq.sampling.get() : nullptr;
+        int32_t greedy = -1;
+        if (spec != nullptr && draws_greedily(*spec, wanted.position + 1) && mask_of(wanted, seq).empty()) {
+            greedy = kernels_.argmax(logits.data(), static_cast<int>(logits.size()));
+            if (greedy < 0) return SequenceError::kNotFinite;
+        } else if (!all_finite(logits)) {
+            return SequenceError::kNotFinite;
+        }
+        if (wanted.scored) {
+            run_.output.prompt_logprobs[wanted.target] =
+                row_logprobs(logits, run_.input.targets[wanted.target], seq.num_prompt_logprobs);
+        }
+        if (spec == nullptr) return SequenceError::kNone;
+        const int32_t id = greedy >= 0 ? greedy : draw(wanted, seq, *spec, logits);
+        run_.output.tokens[wanted.sample] = id;
+        if (spec->num_logprobs >= 0) {
+            run_.output.logprobs[wanted.sample] =
+                std::make_unique<TokenLogprobs>(row_logprobs(logits, id, spec->num_logprobs));
+        }
+        return SequenceError::kNone;
     }
 
     // Which ids the row may draw; empty: all.
@@ -623,6 +630,7 @@ Model::Model(ModelSizes sizes, const std::vector<ProgramOp>& program, const std:
     for (Workspace& work : workspaces_) {
         work.row.reserve_zeroed(static_cast<size_t>(*std::max_element(plan_.widths.begin(), plan_.widths.end())) +
                                 kPanel);
+        work.linear.reserve(kernels_.linear_scratch_bytes);
         work.attention.reserve(attention_scratch_floats(sizes_.head_dim, kv_shape_.v_stride()));
         reserve(work.activations, kChunkRows);
     }
@@ -655,7 +663,7 @@ StepOutput Model::execute(const StepInput& input, const KvCache& kv, float* logi
     run.output.tokens.resize(run.step.num_samples);
     run.output.logprobs.resize(run.step.num_samples);
     run.output.prompt_logprobs.resize(input.targets.size());
-    run.output.not_finite.resize(input.sequences.size());
+    run.output.errors.resize(input.sequences.size());
     if (run.step.rows > 0 || !input.copies.empty()) {
         pool_.run([&](int thread) { Worker(*this, run, thread).run(); });
     }

@@ -121,6 +121,7 @@ struct Activations {
 struct Workspace {
     Buffer<float> row;
     Activations activations;
+    Buffer<uint8_t> linear;
     Buffer<float> attention;
     std::vector<float> sampling;
     std::vector<float> masked;  // a row of logits without the ids that a mask excludes

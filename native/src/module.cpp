@@ -1,12 +1,10 @@
 // The Python module segue._native: reads a program and steps from Python objects, runs them without the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/map.h>
-#include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <string>
-#include <tuple>
+#include <type_traits>
+#include <vector>
 
 #include "isa.hpp"
 #include "model.hpp"
@@ -36,8 +34,30 @@ void translate_error(const std::exception_ptr& error, void*) {
     } catch (const CapacityError& e) {
         raise_segue_error("CapacityError", nb::str(e.what()));
     } catch (const ParameterError& e) {
-        raise_segue_error("ParameterError", nb::make_tuple(e.parameter, e.value, e.what()));
+        raise_segue_error("ParameterError", nb::make_tuple(e.parameter.c_str(), e.value.c_str(), e.what()));
     }
+}
+
+// nanobind's own conversions to strings and containers end the process when memory runs out; these raise.
+std::string to_string(const nb::str& text) { return text.c_str(); }
+
+template <class T>
+std::vector<T> to_vector(const nb::list& items) {
+    std::vector<T> values;
+    for (const nb::handle item : items) {
+        if constexpr (std::is_same_v<T, std::string>) {
+            values.push_back(to_string(nb::cast<nb::str>(item)));
+        } else {
+            values.push_back(nb::cast<T>(item));
+        }
+    }
+    return values;
+}
+
+std::map<std::string, int> to_map(const nb::dict& items) {
+    std::map<std::string, int> values;
+    for (const auto [name, value] : items) values.emplace(to_string(nb::cast<nb::str>(name)), nb::cast<int>(value));
+    return values;
 }
 
 // A program and its tensors, while Python hands them over.
@@ -46,7 +66,9 @@ struct ModelBuilder {
     std::map<std::string, Tensor> tensors;
     std::vector<nb::object> keep_alive;
 
-    void add_tensor(const std::string& name, const std::vector<int64_t>& shape, int type, nb::object data) {
+    void add_tensor(const nb::str& name_, const nb::list& shape_, int type, nb::object data) {
+        const std::string name = to_string(name_);
+        const auto shape = to_vector<int64_t>(shape_);
         const auto bytes = nb::cast<Bytes>(data);
         Tensor tensor{name, static_cast<TensorType>(type), shape.size() == 1 ? 1 : shape.at(0), shape.back(),
                       bytes.data()};
@@ -66,10 +88,11 @@ struct PyModel {
     std::vector<nb::object> keep_alive;
     Model model;
 
-    PyModel(ModelBuilder& builder, ModelSizes sizes, const std::map<std::string, int>& widths, const std::string& isa,
-            int threads, bool kv_f32)
+    PyModel(ModelBuilder& builder, ModelSizes sizes, const nb::dict& widths, const nb::str& isa, int threads,
+            bool kv_f32)
         : keep_alive(builder.keep_alive),
-          model(std::move(sizes), builder.program, widths, builder.tensors, choose_kernels(isa), threads, kv_f32) {}
+          model(std::move(sizes), builder.program, to_map(widths), builder.tensors, choose_kernels(to_string(isa)),
+                threads, kv_f32) {}
 
     nb::tuple forward(nb::handle seqs, nb::handle copies) {
         const StepInput input = read_step(seqs, copies, model);
@@ -92,8 +115,8 @@ struct PyModel {
             nb::gil_scoped_release release;
             model.logits(tokens, out.get());
         }
+        nb::capsule owner(out.get(), [](void* p) noexcept { delete[] static_cast<float*>(p); });
         float* data = out.release();
-        nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<float*>(p); });
         return {data, {tokens.size(), vocab}, owner};
     }
 };
@@ -105,44 +128,62 @@ void bind_builder(nb::module_& m) {
         .def("tensor", &ModelBuilder::add_tensor, "name"_a, "shape"_a, "type"_a, "data"_a)
         .def(
             "embed",
-            [](ModelBuilder& b, const std::string& weight, const std::string& out) {
-                b.add({.kind = Kind::kEmbed, .x = {}, .norm = {}, .weights = {weight}, .out = out});
+            [](ModelBuilder& b, const nb::str& weight, const nb::str& out) {
+                b.add({.kind = Kind::kEmbed,
+                       .x = {},
+                       .norm = {},
+                       .weights = {to_string(weight)},
+                       .out = to_string(out)});
             },
             "weight"_a, "out"_a)
         .def(
             "rms_norm",
-            [](ModelBuilder& b, const std::string& x, const std::string& weight, const std::string& out, float eps) {
-                b.add({.kind = Kind::kRmsNorm, .x = x, .norm = {}, .weights = {weight}, .out = out, .eps = eps});
+            [](ModelBuilder& b, const nb::str& x, const nb::str& weight, const nb::str& out, float eps) {
+                b.add({.kind = Kind::kRmsNorm,
+                       .x = to_string(x),
+                       .norm = {},
+                       .weights = {to_string(weight)},
+                       .out = to_string(out),
+                       .eps = eps});
             },
             "x"_a, "weight"_a, "out"_a, "eps"_a)
         .def(
             "linear",
-            [](ModelBuilder& b, const std::string& x, std::vector<std::string> weights, const std::string& out,
-               bool accumulate) {
+            [](ModelBuilder& b, const nb::str& x, const nb::list& weights, const nb::str& out, bool accumulate) {
                 b.add({.kind = Kind::kLinear,
-                       .x = x,
+                       .x = to_string(x),
                        .norm = {},
-                       .weights = std::move(weights),
-                       .out = out,
+                       .weights = to_vector<std::string>(weights),
+                       .out = to_string(out),
                        .accumulate = accumulate});
             },
             "x"_a, "weights"_a, "out"_a, "accumulate"_a)
         .def(
             "attention",
-            [](ModelBuilder& b, const std::string& qkv, const std::string& out, int layer) {
-                b.add({.kind = Kind::kAttention, .x = qkv, .norm = {}, .weights = {}, .out = out, .layer = layer});
+            [](ModelBuilder& b, const nb::str& qkv, const nb::str& out, int layer) {
+                b.add({.kind = Kind::kAttention,
+                       .x = to_string(qkv),
+                       .norm = {},
+                       .weights = {},
+                       .out = to_string(out),
+                       .layer = layer});
             },
             "qkv"_a, "out"_a, "layer"_a)
         .def(
             "silu_mul",
-            [](ModelBuilder& b, const std::string& x, const std::string& out) {
-                b.add({.kind = Kind::kSiluMul, .x = x, .norm = {}, .weights = {}, .out = out});
+            [](ModelBuilder& b, const nb::str& x, const nb::str& out) {
+                b.add({.kind = Kind::kSiluMul, .x = to_string(x), .norm = {}, .weights = {}, .out = to_string(out)});
             },
             "x"_a, "out"_a)
         .def(
             "logits",
-            [](ModelBuilder& b, const std::string& x, const std::string& norm, float eps, const std::string& weight) {
-                b.add({.kind = Kind::kLogits, .x = x, .norm = norm, .weights = {weight}, .out = {}, .eps = eps});
+            [](ModelBuilder& b, const nb::str& x, const nb::str& norm, float eps, const nb::str& weight) {
+                b.add({.kind = Kind::kLogits,
+                       .x = to_string(x),
+                       .norm = to_string(norm),
+                       .weights = {to_string(weight)},
+                       .out = {},
+                       .eps = eps});
             },
             "x"_a, "norm"_a, "eps"_a, "weight"_a);
 }
@@ -151,12 +192,12 @@ void bind_model(nb::module_& m) {
     nb::class_<PyModel>(m, "Model")
         .def(
             "__init__",
-            [](PyModel* self, ModelBuilder& builder, const std::map<std::string, int>& widths, int vocab_size,
-               int num_layers, int num_heads, int num_kv_heads, int head_dim, int max_model_len, double rope_theta,
-               int rope_dim, bool rope_interleaved, std::vector<double> rope_factors, const std::string& isa,
-               int threads, bool kv_f32) {
-                ModelSizes sizes{vocab_size,    num_layers, num_heads, num_kv_heads,     head_dim,
-                                 max_model_len, rope_theta, rope_dim,  rope_interleaved, std::move(rope_factors)};
+            [](PyModel* self, ModelBuilder& builder, const nb::dict& widths, int vocab_size, int num_layers,
+               int num_heads, int num_kv_heads, int head_dim, int max_model_len, double rope_theta, int rope_dim,
+               bool rope_interleaved, const nb::list& rope_factors, const nb::str& isa, int threads, bool kv_f32) {
+                ModelSizes sizes{vocab_size,       num_layers, num_heads,     num_kv_heads,
+                                 head_dim,         max_model_len, rope_theta, rope_dim,
+                                 rope_interleaved, to_vector<double>(rope_factors)};
                 new (self) PyModel(builder, std::move(sizes), widths, isa, threads, kv_f32);
             },
             "builder"_a, nb::kw_only(), "widths"_a, "vocab_size"_a, "num_layers"_a, "num_heads"_a, "num_kv_heads"_a,

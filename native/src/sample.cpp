@@ -392,7 +392,7 @@ TokenLogprobs row_logprobs(std::span<const float> logits, int32_t token, int32_t
 
 bool all_finite(std::span<const float> logits) {
     int32_t num_bad = 0;
-    for (const float logit : logits) num_bad += !(logit <= kMaxFloat);
+    for (const float logit : logits) num_bad += !(std::abs(logit) <= kMaxFloat);
     return num_bad == 0;
 }
 

@@ -50,7 +50,7 @@ int32_t sample_row(std::span<const float> logits, const SamplingSpec& spec, int3
 // Log-probability and rank of `token` under logits [vocab], and the `num_top` most likely ids (at most vocab).
 TokenLogprobs row_logprobs(std::span<const float> logits, int32_t token, int32_t num_top);
 
-// False when there is a NaN or +inf. -inf is an id that cannot be drawn.
+// False when there is a NaN or an infinity.
 bool all_finite(std::span<const float> logits);
 
 }  // namespace segue

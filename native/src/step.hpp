@@ -41,11 +41,13 @@ struct StepInput {
     std::vector<std::pair<int32_t, int32_t>> copies;
 };
 
+enum class SequenceError : uint8_t { kNone, kNotFinite, kNoMemory };
+
 struct StepOutput {
     std::vector<int32_t> tokens;                           // by sampled row
     std::vector<std::unique_ptr<TokenLogprobs>> logprobs;  // by sampled row; null where not asked for
     std::vector<TokenLogprobs> prompt_logprobs;            // by target
-    std::vector<uint8_t> not_finite;                       // by sequence
+    std::vector<SequenceError> errors;                     // by sequence
 };
 
 }  // namespace segue

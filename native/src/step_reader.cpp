@@ -266,6 +266,18 @@ void read_or_refuse(nb::handle seq, int index, const Model& model, StepInput& in
     input.refused.emplace_back(index, std::move(why));
 }
 
+const char* words_for(SequenceError error) {
+    switch (error) {
+        case SequenceError::kNotFinite:
+            return "the model's logits are not finite (NaN or infinity)";
+        case SequenceError::kNoMemory:
+            return "out of memory while a token was drawn";
+        case SequenceError::kNone:
+            break;
+    }
+    __builtin_unreachable();
+}
+
 nb::tuple to_python(const TokenLogprobs& row) {
     nb::list ids;
     nb::list logprobs;
@@ -305,8 +317,8 @@ nb::tuple write_output(const StepInput& input, const StepOutput& output) {
         const SequenceInput& seq = input.sequences[s];
         const size_t first = row;
         row += static_cast<size_t>(seq.num_samples());
-        if (output.not_finite[s] != 0) {
-            errors[nb::int_(seq.index)] = nb::str("the model's logits are not finite (NaN or infinity)");
+        if (output.errors[s] != SequenceError::kNone) {
+            errors[nb::int_(seq.index)] = nb::str(words_for(output.errors[s]));
             continue;
         }
         for (size_t r = first; r < row; ++r) {

@@ -8,10 +8,13 @@
 #include <cmath>
 #include <fstream>
 #include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "common.hpp"
 
 namespace segue {
 namespace {
@@ -27,14 +30,28 @@ void relax() {
 #endif
 }
 
-// Spins until done() holds; after a while it yields too, since a virtual CPU that another thread needs may be this one.
-template <class Done>
-void spin_until(const Done& done) {
-    for (int i = 0; i < kSpins; ++i) {
-        if (done()) return;
-        relax();
+// Returns once done(value) holds for the value of `word`. Whoever makes it hold must notify `word`, and must have
+// changed it by a sequentially consistent operation: only then is no sleeper missed.
+template <class T, class Done>
+void wait_until(const std::atomic<T>& word, bool spins, const Done& done) {
+    const auto is_done = [&] { return done(word.load(std::memory_order_acquire)); };
+    if (spins) {
+        for (int i = 0; i < kSpins; ++i) {
+            if (is_done()) return;
+            relax();
+        }
+        // A virtual CPU that another thread needs may be this one.
+        const auto sleep_at = std::chrono::steady_clock::now() + kAwake;
+        while (std::chrono::steady_clock::now() < sleep_at) {
+            if (is_done()) return;
+            sched_yield();
+        }
     }
-    while (!done()) sched_yield();
+    while (true) {
+        const T value = word.load(std::memory_order_acquire);
+        if (done(value)) return;
+        word.wait(value, std::memory_order_acquire);
+    }
 }
 
 // CPUs that the control group's quota comes to (version 2, then 1); `most` without one.
@@ -74,42 +91,33 @@ struct ThreadPool::State {
     alignas(64) std::atomic<bool> stopping{false};
     Task task = nullptr;
     const void* context = nullptr;
-    pid_t owner = 0;
+    pid_t owner = getpid();
+    bool spins;
+
+    explicit State(bool spins) : spins(spins) {}
 
     void work(int thread) {
         uint32_t seen = 0;
         while (true) {
-            wait_for_run(seen);
+            wait_until(epoch, spins, [&](uint32_t now) { return now != seen; });
             seen = epoch.load(std::memory_order_acquire);
             if (stopping.load(std::memory_order_relaxed)) return;
             task(context, thread);
-            running.fetch_sub(1, std::memory_order_release);
+            if (running.fetch_sub(1, std::memory_order_seq_cst) == 1) running.notify_all();
         }
-    }
-
-    void wait_for_run(uint32_t seen) {
-        const auto begun = [&] { return epoch.load(std::memory_order_acquire) != seen; };
-        for (int i = 0; i < kSpins; ++i) {
-            if (begun()) return;
-            relax();
-        }
-        const auto sleep_at = std::chrono::steady_clock::now() + kAwake;
-        while (std::chrono::steady_clock::now() < sleep_at) {
-            if (begun()) return;
-            sched_yield();
-        }
-        while (!begun()) epoch.wait(seen, std::memory_order_acquire);
     }
 
     void begin_run() {
-        epoch.fetch_add(1, std::memory_order_release);
+        epoch.fetch_add(1, std::memory_order_seq_cst);
         epoch.notify_all();
     }
 };
 
 ThreadPool::ThreadPool(int threads) : size_(threads) {}
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
     if (state_ == nullptr) return;
     if (state_->owner == getpid()) {
         state_->stopping.store(true, std::memory_order_relaxed);
@@ -117,17 +125,28 @@ ThreadPool::~ThreadPool() {
         for (std::thread& worker : workers_) worker.join();
         delete state_;
     } else {
-        for (std::thread& worker : workers_) worker.detach();  // they live in the parent only
+        // After a fork: the threads did not come along, and the parent's state is as the fork found it.
+        for (std::thread& worker : workers_) worker.detach();
     }
+    workers_.clear();
+    state_ = nullptr;
 }
 
 void ThreadPool::start() {
-    for (std::thread& worker : workers_) worker.detach();  // after a fork: they did not come along
-    workers_.clear();
-    state_ = new State;
-    state_->owner = getpid();
-    for (int thread = 1; thread < size_; ++thread) {
-        workers_.emplace_back([state = state_, thread] { state->work(thread); });
+    stop();
+    workers_.reserve(static_cast<size_t>(size_ - 1));
+    state_ = new State(size_ <= available_cpus());
+    try {
+        for (int thread = 1; thread < size_; ++thread) {
+            workers_.emplace_back([state = state_, thread] { state->work(thread); });
+        }
+    } catch (const std::system_error& error) {
+        stop();
+        throw CapacityError("cannot start " + std::to_string(size_) + " threads (" + error.code().message() +
+                            "): lower threads");
+    } catch (...) {
+        stop();
+        throw;
     }
 }
 
@@ -139,7 +158,7 @@ void ThreadPool::run_on_all(Task task, const void* context) {
     state_->running.store(size_ - 1, std::memory_order_relaxed);
     state_->begin_run();
     task(context, 0);
-    spin_until([&] { return state_->running.load(std::memory_order_acquire) == 0; });
+    wait_until(state_->running, state_->spins, [](int running) { return running == 0; });
 }
 
 void ThreadPool::barrier() {
@@ -148,9 +167,10 @@ void ThreadPool::barrier() {
     const uint32_t epoch = s.barrier_epoch.load(std::memory_order_relaxed);
     if (s.arrived.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
         s.arrived.store(0, std::memory_order_relaxed);
-        s.barrier_epoch.store(epoch + 1, std::memory_order_release);
+        s.barrier_epoch.store(epoch + 1, std::memory_order_seq_cst);
+        s.barrier_epoch.notify_all();
     } else {
-        spin_until([&] { return s.barrier_epoch.load(std::memory_order_acquire) != epoch; });
+        wait_until(s.barrier_epoch, s.spins, [&](uint32_t now) { return now != epoch; });
     }
 }
 

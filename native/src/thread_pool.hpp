@@ -11,8 +11,9 @@ namespace segue {
 // CPUs this process may use: its affinity mask and its control group's quota.
 int available_cpus();
 
-// The calling thread is thread 0 of every run. Workers spin for a moment after a run and then sleep, so an idle
-// pool costs nothing. Threads start at the first run, and again in a child that was forked since.
+// The calling thread is thread 0 of every run. Who waits, for a run or for the others in it, spins for a moment and
+// then sleeps: an idle pool costs nothing, and on a busy machine those that have work get the CPU. With more threads
+// than CPUs nobody spins. Threads start at the first run, and again in a child that was forked since.
 class ThreadPool {
    public:
     explicit ThreadPool(int threads);
@@ -23,6 +24,7 @@ class ThreadPool {
     int size() const { return size_; }
 
     // Calls body(thread) on every thread, thread in [0, size), and returns when all are done. body must not throw.
+    // Raises CapacityError when the system gives no thread.
     template <class Body>
     void run(const Body& body) {
         run_on_all([](const void* context, int thread) { (*static_cast<const Body*>(context))(thread); }, &body);
@@ -37,6 +39,7 @@ class ThreadPool {
 
     void run_on_all(Task task, const void* context);
     void start();
+    void stop();
 
     int size_;
     State* state_ = nullptr;

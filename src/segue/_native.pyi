@@ -1,6 +1,6 @@
 """The native runtime's C++ module. Use `segue.runtime.native`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,10 @@ class ModelBuilder:
     """Takes a program's operations, in order, and a file's tensors, in any order."""
 
     def __init__(self) -> None: ...
-    def tensor(self, name: str, shape: Sequence[int], type: int, data: npt.NDArray[np.uint8]) -> None: ...
+    def tensor(self, name: str, shape: list[int], type: int, data: npt.NDArray[np.uint8]) -> None: ...
     def embed(self, weight: str, out: str) -> None: ...
     def rms_norm(self, x: str, weight: str, out: str, eps: float) -> None: ...
-    def linear(self, x: str, weights: Sequence[str], out: str, accumulate: bool) -> None: ...
+    def linear(self, x: str, weights: list[str], out: str, accumulate: bool) -> None: ...
     def attention(self, qkv: str, out: str, layer: int) -> None: ...
     def silu_mul(self, x: str, out: str) -> None: ...
     def logits(self, x: str, norm: str, eps: float, weight: str) -> None: ...
@@ -32,7 +32,7 @@ class Model:
         self,
         builder: ModelBuilder,
         *,
-        widths: Mapping[str, int],
+        widths: dict[str, int],
         vocab_size: int,
         num_layers: int,
         num_heads: int,
@@ -42,7 +42,7 @@ class Model:
         rope_theta: float,
         rope_dim: int,
         rope_interleaved: bool,
-        rope_factors: Sequence[float],
+        rope_factors: list[float],
         isa: str,
         threads: int,
         kv_f32: bool,
@@ -93,7 +93,7 @@ def row_logprobs(
     """Log-probability and rank of `token`, then the `num_top` most likely ids and their log-probabilities."""
 
 def all_finite(logits: npt.NDArray[np.float32]) -> bool:
-    """False when there is a NaN or +inf."""
+    """False when there is a NaN or an infinity."""
 
 def philox4x32(counter: Sequence[int], key: Sequence[int]) -> Sequence[int]:
     """Four words of Philox4x32-10."""

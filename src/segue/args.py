@@ -5,6 +5,7 @@ model name ──resolve──▶ file ──▶ ModelFile ──▶ Program ─
 """
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, assert_never, get_args
@@ -57,7 +58,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """An alias such as "smollm2", or the path of a GGUF file."""
     threads: int | None = None
-    """None: all the CPUs that the process may use."""
+    """None: all the CPUs that the process may use. `load` warns of more than that, and takes no more."""
     max_model_len: int | None = None
     """The longest a request may become, in tokens. None: the model's, at most 8,192."""
     max_num_seqs: int = 256
@@ -117,18 +118,32 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises ModelFileError, ParameterError, CapacityError, and EngineDead when its process ends.
         """
-        if not self.engine_process:
-            return self.build()
+        limited = self._within_cpus()
+        if not limited.engine_process:
+            return limited.build()
         from segue.engine.process import EngineProcess
         from segue.tokens import Tokenizer
         from segue.weights.gguf import load_gguf
 
         # A child that is started again must not resolve a name or a link anew: it may lead elsewhere by then.
-        args = self._with_files()
+        args = limited._with_files()
         file = load_gguf(Path(args.model))
         tokenizer = Tokenizer.from_model(file)
         engine = EngineProcess(args, max_restarts=self.max_engine_restarts)
         return LoadedModel(engine, tokenizer, engine.config, file)
+
+    def _within_cpus(self) -> "EngineArgs":
+        """The same with no more threads than CPUs: more would only wait for each other."""
+        from segue.runtime.native import available_cpus
+
+        cpus = available_cpus()
+        if self.runtime != "native" or self.threads is None or self.threads <= cpus:
+            return self
+        warnings.warn(
+            f"threads={self.threads}: this process may use {cpus} CPU{'s' * (cpus > 1)}, so threads={cpus}",
+            stacklevel=4,  # where the LLM is made
+        )
+        return msgspec.structs.replace(self, threads=cpus)
 
     def _with_files(self) -> "EngineArgs":
         """The same with the files that the models' names lead to now. Raises ModelFileError."""

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from segue.runtime.native import available_cpus
+
 SEGUE = (sys.executable, "-m", "segue")
 
 
@@ -112,3 +114,15 @@ def test_the_real_model_answers(smollm2_path: Path) -> None:
     arguments = ["run", str(smollm2_path), "--raw", "The capital of France is", "--json", "--max-tokens", "8"]
     process = subprocess.run([*SEGUE, *arguments], capture_output=True, check=True)
     assert "Paris" in json.loads(process.stdout)["outputs"][0]["text"]
+
+
+def test_more_threads_than_cpus_is_one_line(tiny_path: Path) -> None:
+    """The answer is the same; a thread for each CPU computes."""
+    arguments = [*SEGUE, "run", str(tiny_path), "the", "--max-tokens", "5", "--raw", "--ignore-eos"]
+    plain = subprocess.run([*arguments, "--quiet"], capture_output=True, check=True)
+    many = subprocess.run([*arguments, "--quiet", "--threads", "100000"], capture_output=True, check=True)
+    assert many.stdout == plain.stdout
+    cpus = available_cpus()
+    assert many.stderr.decode().strip() == (
+        f"segue: warning: threads=100000: this process may use {cpus} CPU{'s' * (cpus > 1)}, so threads={cpus}"
+    )

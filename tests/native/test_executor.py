@@ -11,7 +11,7 @@ import pytest
 from segue.errors import CapacityError, ModelFileError, ParameterError
 from segue.models.program import Logits, Program
 from segue.runtime.contract import NOT_FINITE, Sampling, SeqStep
-from segue.runtime.native import NativeExecutor
+from segue.runtime.native import NativeExecutor, available_cpus
 from segue.runtime.reference import ReferenceExecutor
 from segue.sample.reference import row_logprobs, sample_row
 from segue.weights.model_file import ModelFile
@@ -212,3 +212,19 @@ def test_forward_agrees_with_the_reference_executor(models: dict[str, Loaded]) -
     assert got.tokens == expected.tokens
     for row, logprobs in expected.logprobs.items():
         assert got.logprobs[row].logprob == pytest.approx(logprobs.logprob, abs=1e-4)
+
+
+def test_many_more_threads_than_cpus(models: dict[str, Loaded]) -> None:
+    """They give the same bits, and who waits sleeps: otherwise each of the barriers would cost every thread a spin."""
+    steps = [SeqStep(start=0, tokens=IDS[:20], blocks=[0, 1], sampling=Sampling(num_logprobs=5))]
+    one = make_executor(models["Q4_0"], threads=1)
+    one.allocate_kv(2, 16)
+    threads = min(1024, 16 * available_cpus())
+    many = make_executor(models["Q4_0"], threads=threads)
+    many.allocate_kv(2, 16)
+    expected = one.forward(steps)
+    before = time.process_time()
+    for _ in range(20):
+        assert many.forward(steps) == expected
+    # Seconds of CPU time, which other processes do not change much: spinning takes 30 times as long as sleeping.
+    assert time.process_time() - before < 20 * threads * 0.4e-3

@@ -393,7 +393,14 @@ void merge_attention(const MergeArgs& a) {
     finish_rows<V>(total, a.queries, a.heads, a.head_dim, a.v_stride, a.out, a.out_stride);
 }
 
-// Stores a position's k (transposed) and v (padded with zeros) in slot `slot` of a block.
+// Magnitudes from here on are infinite once stored.
+template <class T>
+constexpr float kOverflow = kInfinity;
+template <>
+inline constexpr float kOverflow<Half> = 65520.0f;
+
+// Stores a position's k (transposed) and v (padded with zeros) in slot `slot` of a block. A score of -inf, from an
+// infinity in k, would only hide the key; a NaN is found in the logits.
 template <class V, class T>
 void store_kv(const float* k, const float* v, const KvView& kv, void* block, int slot) {
     constexpr int kMost = 16;
@@ -402,7 +409,8 @@ void store_kv(const float* k, const float* v, const KvView& kv, void* block, int
     const size_t k_stride = static_cast<size_t>(kv.block_size);
     for_lanes<V>(kv.head_dim, [&](int i, int part) {
         T converted[kMost] = {};
-        V::store(converted, load_part<V>(k + i, part));
+        const auto key = load_part<V>(k + i, part);
+        V::store(converted, V::select_less(V::abs(key), V::set1(kOverflow<T>), key, V::set1(kNaN)));
         for (int j = 0; j < part; ++j) k_to[static_cast<size_t>(i + j) * k_stride] = converted[j];
         V::store(v_to + i, load_part<V>(v + i, part));
     });

@@ -13,6 +13,7 @@ constexpr KernelTable make_kernel_table() {
         .name = Vec::name,
         .linear = {linear_quant<Vec, U4Format<Vec>>, linear_quant<Vec, I8Format<Vec>>, linear_float<Vec, float>,
                    linear_float<Vec, Half>, linear_float<Vec, BFloat16>},
+        .linear_scratch_bytes = 0,
         .rms_norm = rms_norm<Vec>,
         .silu_mul = silu_mul<Vec>,
         .quantise_row = quantise_row<Vec>,

@@ -30,7 +30,7 @@ struct alignas(64) UnpackedGroup {
     float minimum[kPanel];
 };
 
-struct AmxScratch {
+struct AmxScratch {  // as it comes: nothing in it is read before it is written
     UnpackedGroup groups[kMaxGroups];
     alignas(64) int32_t dots[2 * kBatch][kTileRows][kPanel];
     alignas(64) float acc[kMaxRows][kPanel];
@@ -158,7 +158,7 @@ template <WeightFormat format>
 void linear_amx(const LinearArgs& a) {
     if (a.row_end - a.row_begin < kMinRows) return avx512_kernels().linear[static_cast<size_t>(format)](a);
     static const TileConfig config = tile_config();
-    thread_local AmxScratch scratch;
+    AmxScratch& scratch = *static_cast<AmxScratch*>(a.scratch);
     _tile_loadconfig(&config);
     for (int row = a.row_begin; row < a.row_end; row += kMaxRows) {
         LinearArgs part = a;
@@ -181,6 +181,7 @@ const KernelTable& avx512_amx_kernels() {
     static const KernelTable table = [] {
         KernelTable t = avx512_kernels();
         t.name = "avx512_amx";
+        t.linear_scratch_bytes = sizeof(AmxScratch);
         t.linear[static_cast<size_t>(WeightFormat::kU4)] = linear_amx<WeightFormat::kU4>;
         t.linear[static_cast<size_t>(WeightFormat::kI8)] = linear_amx<WeightFormat::kI8>;
         return t;

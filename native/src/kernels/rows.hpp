@@ -1,6 +1,7 @@
 // Operations on one row: norms, activations, quantisation, rotation. No row ever looks at another.
 #pragma once
 
+#include <bit>
 #include <cmath>
 
 #include "kernels/table.hpp"
@@ -79,10 +80,14 @@ float sum_of_squares(const float* x, int n) {
     return V::reduce_add(V::add(V::add(acc[0], acc[1]), V::add(acc[2], acc[3])));
 }
 
+constexpr float kLargest = 3.402823466e38f;
+constexpr float kNaN = __builtin_nanf("");
+
 template <class V>
 void rms_norm(const float* x, const float* weight, float eps, int n, float* y) {
     const float mean = sum_of_squares<V>(x, n) / static_cast<float>(n);
-    const auto scale = V::set1(1.0f / std::sqrt(mean + eps));
+    // A row whose squares overflow must not come out as zeros, which look like a result.
+    const auto scale = V::set1(mean <= kLargest ? 1.0f / std::sqrt(mean + eps) : kNaN);
     for_lanes<V>(n, [&](int i, int part) {
         const auto v = V::mul(load_part<V>(x + i, part), scale);
         store_part<V>(y + i, part, V::mul(v, load_part<V>(weight + i, part)));
@@ -99,23 +104,32 @@ void silu_mul(const float* x, int n, float* y) {
     });
 }
 
+// A group with a NaN or an infinity gets the scale NaN, which makes every product with it NaN.
 template <class V>
 void quantise_row(const float* x, const QuantView& quant, int row) {
     using F = typename V::F;
+    using I = typename V::I;
     constexpr int kVectors = kGroup / V::lanes;
+    constexpr float kSmallest = 0x1p-120f;  // 127 / x overflows a little below; such groups count as zero
     const size_t first = static_cast<size_t>(row / kRowBlock) * static_cast<size_t>(quant.groups) * kRowBlock +
                          static_cast<size_t>(row % kRowBlock);
     for (int g = 0; g < quant.groups; ++g) {
         const size_t at = first + static_cast<size_t>(g) * kRowBlock;
         F v[kVectors];
-        F largest = V::zero();
+        I largest = V::to_int(V::zero());
         for (int i = 0; i < kVectors; ++i) {
             v[i] = V::load(x + g * kGroup + i * V::lanes);
-            largest = V::max(largest, V::abs(v[i]));
+            largest = V::max_int(largest, V::abs_bits(v[i]));
         }
-        const float amax = V::reduce_max(largest);
-        const float inverse = amax > 0.0f ? 127.0f / amax : 0.0f;
-        typename V::I sum = V::to_int(V::zero());
+        const float amax = std::bit_cast<float>(V::reduce_max_int(largest));
+        if (!(amax >= kSmallest && amax <= kLargest)) {
+            __builtin_memset(quant.q + at * kGroup, 0, kGroup);
+            quant.scale[at] = quant.sum[at] = amax < kSmallest ? 0.0f : kNaN;
+            quant.isum[at] = 0;
+            continue;
+        }
+        const float inverse = 127.0f / amax;
+        I sum = V::to_int(V::zero());
         for (int i = 0; i < kVectors; ++i) {
             const auto q = V::to_int(V::round(V::mul(v[i], V::set1(inverse))));
             V::store_i8(quant.q + at * kGroup + i * V::lanes, q);
@@ -174,16 +188,16 @@ template <class V>
 int argmax(const float* logits, int n) {
     using F = typename V::F;
     constexpr int kBlock = 16 * V::lanes;
-    const F lowest = V::set1(-3.402823466e38f);
+    const F lowest = V::set1(-kLargest);
     float best = 0.0f;
     int best_block = -1;
-    F trouble = V::zero();  // x - x is NaN for NaN and infinity; -inf is allowed and raised to the lowest float first
+    F trouble = V::zero();  // x - x is NaN for NaN and infinity
     for (int begin = 0; begin < n; begin += kBlock) {
         F largest = lowest;
         const int size = n - begin < kBlock ? n - begin : kBlock;
         for_lanes<V>(size, [&](int i, int part) {
-            const F v = V::max(lowest, part == V::lanes ? V::load(logits + begin + i)
-                                                        : V::keep_n(V::load_n(logits + begin + i, part), part, lowest));
+            const F v = part == V::lanes ? V::load(logits + begin + i)
+                                         : V::keep_n(V::load_n(logits + begin + i, part), part, lowest);
             trouble = V::add(trouble, V::sub(v, v));
             largest = V::max(largest, v);
         });
@@ -194,10 +208,9 @@ int argmax(const float* logits, int n) {
         }
     }
     if (!(V::reduce_add(trouble) == 0.0f)) return -1;
-    for (int i = best_block; i < n; ++i) {
-        if (logits[i] == best) return i;
-    }
-    return best_block;  // every logit is -inf
+    int id = best_block;
+    while (logits[id] != best) ++id;
+    return id;
 }
 
 }  // namespace

@@ -65,6 +65,7 @@ struct LinearArgs {
     int panel_begin;
     int panel_end;
     bool accumulate;
+    void* scratch;  // linear_scratch_bytes of the table, at a cache line's boundary
 };
 
 // One KV head of one sequence in the paged cache. Block b of this layer and head starts at base + b · block_stride
@@ -147,6 +148,7 @@ struct KernelTable {
 
     // By format: linear[static_cast<size_t>(WeightFormat)].
     void (*linear[5])(const LinearArgs& args);
+    size_t linear_scratch_bytes;
 
     // y = x / sqrt(mean(x²) + eps) · weight, over n elements.
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);
@@ -157,7 +159,8 @@ struct KernelTable {
 
     // Rotates `heads` heads at x in place and multiplies all their elements by `scale`.
     void (*rope)(float* x, int heads, float scale, const RopeArgs& args);
-    // Stores a position's k and v [head_dim] in slot `slot` of a block (K transposed, V padded with zeros).
+    // Stores a position's k and v [head_dim] in slot `slot` of a block (K transposed, V padded with zeros). What of k
+    // is infinite there becomes NaN.
     void (*store_kv_f16)(const float* k, const float* v, const KvView& kv, void* block, int slot);
     void (*store_kv_f32)(const float* k, const float* v, const KvView& kv, void* block, int slot);
 
@@ -165,7 +168,7 @@ struct KernelTable {
     void (*attention_f32)(const AttentionArgs& args);
     void (*merge_attention)(const MergeArgs& args);
 
-    // The lowest index of the largest of n > 0 logits, or -1 if one of them is NaN or +inf.
+    // The lowest index of the largest of n > 0 logits, or -1 if one of them is not finite.
     int (*argmax)(const float* logits, int n);
 };
 

@@ -77,6 +77,13 @@ struct Vec {
     }
 
     static I to_int(F x) { return _mm256_cvtps_epi32(x); }
+    static I abs_bits(F x) { return _mm256_castps_si256(abs(x)); }
+    static I max_int(I a, I b) { return _mm256_max_epi32(a, b); }
+    static int32_t reduce_max_int(I x) {
+        __m128i q = _mm_max_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+        q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4E));
+        return _mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xB1)));
+    }
     static I add_int(I a, I b) { return _mm256_add_epi32(a, b); }
     static int32_t reduce_add_int(I x) {
         __m128i q = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));

@@ -63,6 +63,9 @@ struct Vec {
     static float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
 
     static I to_int(F x) { return _mm512_cvtps_epi32(x); }
+    static I abs_bits(F x) { return _mm512_castps_si512(abs(x)); }
+    static I max_int(I a, I b) { return _mm512_max_epi32(a, b); }
+    static int32_t reduce_max_int(I x) { return _mm512_reduce_max_epi32(x); }
     static I add_int(I a, I b) { return _mm512_add_epi32(a, b); }
     static int32_t reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }
     static void store_i8(int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }

@@ -78,11 +78,15 @@ struct Vec {
         return a > b ? a : b;
     }
 
-    // Of rounded values in [-127, 127]; anything else (from NaN or infinity) gives some int8.
-    static I to_int(F x) {
-        I r{};
-        for (int i = 0; i < lanes; ++i) r[i] = x[i] >= -127.0f && x[i] <= 127.0f ? static_cast<int32_t>(x[i]) : 0;
-        return r;
+    // Of rounded values in [-127, 127].
+    static I to_int(F x) { return __builtin_convertvector(x, I); }
+    // The bits of |x|, which order as |x| does, with infinity and then NaN above all numbers.
+    static I abs_bits(F x) { return std::bit_cast<I>(x) & 0x7fffffff; }
+    static I max_int(I a, I b) { return a > b ? a : b; }
+    static int32_t reduce_max_int(I x) {
+        const int32_t a = x[0] > x[1] ? x[0] : x[1];
+        const int32_t b = x[2] > x[3] ? x[2] : x[3];
+        return a > b ? a : b;
     }
     static I add_int(I a, I b) { return a + b; }
     static int32_t reduce_add_int(I x) { return x[0] + x[1] + x[2] + x[3]; }

@@ -57,7 +57,10 @@ KeepSpecial = Annotated[bool, typer.Option("--keep-special", help="Show special 
 
 Threads = Annotated[
     int | None,
-    typer.Option(show_default="all CPUs", help="How many threads compute. Never changes the answer."),
+    typer.Option(
+        show_default="all CPUs",
+        help="How many threads compute, at most one for each CPU. Never changes the answer.",
+    ),
 ]
 MaxModelLen = Annotated[
     int | None, typer.Option(show_default="the model's", help="The longest prompt and answer, in tokens.")

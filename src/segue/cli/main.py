@@ -6,13 +6,15 @@
             130    Ctrl-C
             141    the reader of stdout went away
 
-An error is one line on stderr. SEGUE_DEBUG=1 shows where it came from as well.
+An error is one line on stderr, and so is a warning. SEGUE_DEBUG=1 shows where an error came from as well.
 """
 
 import io
 import os
 import sys
 import time
+import warnings
+from typing import TextIO
 
 START_S = time.perf_counter()
 """When the command began, for "time to first token"."""
@@ -23,6 +25,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
 def main() -> None:
     """The entry point."""
     _prepare_streams()
+    warnings.showwarning = _show_warning
     sys.exit(run_command(sys.argv[1:]))
 
 
@@ -35,6 +38,18 @@ def _prepare_streams() -> None:
             setattr(sys, name, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=errors)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Takes the place of `warnings.showwarning`: one line, without where in the code it came from."""
+    print(f"segue: warning: {one_line(str(message))}", file=sys.stderr)
 
 
 def run_command(arguments: list[str]) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from segue import _native
+from segue._native import available_cpus as available_cpus
 from segue.errors import ModelFileError, ParameterError
 from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
 from segue.runtime.contract import ForwardResult, SeqStep, TokenLogprobs
@@ -22,9 +23,10 @@ MAX_THREADS: Final = 1024
 class NativeExecutor:
     """An `Executor` (`runtime/contract.py`). Packs the weights at load, from the mapped file.
 
-    threads: None for all CPUs this process may use. kv_dtype: f16 halves the KV memory.
+    threads: None for all CPUs this process may use; more than that is slow, and gives the same bits.
+    kv_dtype: f16 halves the KV memory.
     Raises ModelFileError when the program cannot be computed with the file's tensors, ParameterError for
-    a bad number of threads, KV type or instruction set.
+    a bad number of threads, KV type or instruction set, CapacityError when the system gives no threads.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class NativeExecutor:
 def _compile(program: Program, model: ModelFile, threads: int | None, kv_dtype: str) -> _native.Model:
     return _native.Model(
         _build(program, model),
-        widths=program.widths,
+        widths=dict(program.widths),
         vocab_size=program.vocab_size,
         num_layers=program.num_layers,
         num_heads=program.num_heads,
@@ -108,7 +110,7 @@ def _compile(program: Program, model: ModelFile, threads: int | None, kv_dtype: 
         rope_interleaved=program.rope_interleaved,
         rope_factors=list(program.rope_factors),
         isa=os.environ.get(ISA_VARIABLE, ""),
-        threads=threads or _native.available_cpus(),
+        threads=threads or available_cpus(),
         kv_f32=kv_dtype == "f32",
     )
 

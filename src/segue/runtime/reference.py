@@ -148,6 +148,7 @@ class ReferenceExecutor:
         split = qkv.reshape(len(qkv), heads + 2 * kv_heads, program.head_dim)
         q = self._rotate(split[:, :heads], rows.start)
         k = self._rotate(split[:, heads : heads + kv_heads], rows.start)
+        k[~np.isfinite(k)] = np.nan  # a score of -inf would only hide the key; a NaN is found in the logits
         end = rows.start + len(qkv)
         kv.write(layer, rows.slots[rows.start : end], k, split[:, heads + kv_heads :])
         keys, values = kv.read(layer, rows.slots[:end])
@@ -249,7 +250,13 @@ def _rope_tables(program: Program) -> tuple[FloatArray, FloatArray]:
 
 
 def _rms_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
-    normed: FloatArray = x / np.sqrt(np.mean(x * x) + np.float32(eps)) * weight
+    with np.errstate(over="ignore"):
+        mean = np.mean(x * x)
+    if not np.isfinite(
+        mean
+    ):  # a row whose squares overflow must not come out as zeros, which look like a result
+        mean = np.float32(np.nan)
+    normed: FloatArray = x / np.sqrt(mean + np.float32(eps)) * weight
     return normed
 
 

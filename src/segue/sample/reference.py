@@ -60,8 +60,8 @@ def row_logprobs(logits: FloatRow, token: int, num_top: int) -> TokenLogprobs:
 
 
 def all_finite(logits: FloatRow) -> bool:
-    """False when there is a NaN or +inf. -inf is an id that cannot be drawn."""
-    return bool(np.all(logits < np.inf))
+    """False when there is a NaN or an infinity."""
+    return bool(np.all(np.isfinite(logits)))
 
 
 def exp(x: FloatRow) -> FloatRow:
