@@ -3,90 +3,22 @@
 import asyncio
 import json
 import re
-import sqlite3
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from segue import LLM, AsyncLLM, SamplingParams
-from segue.server import state_store
 from segue.server.options import ServerOptions
 from segue.server.realtime import event_log, session
 from segue.server.realtime.conversation import ConversationState
 from segue.server.serving import Serving
-from tests.server.running import RunningServer, serve_process, until
-
-Event = dict[str, Any]
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
-def url(server: RunningServer, **query: str) -> str:
-    text = "&".join(f"{name}={value}" for name, value in {"model": server.model, **query}.items())
-    return f"{server.url.replace('http', 'ws')}/v1/realtime?{text}"
-
-
-class Client:
-    """A plain WebSocket client."""
-
-    def __init__(self, socket: ClientConnection) -> None:
-        self.socket = socket
-        self.events: list[Event] = []
-
-    async def send(self, kind: str, **fields: object) -> None:
-        await self.socket.send(json.dumps({"type": kind, **fields}))
-
-    async def next(self) -> Event:
-        event: Event = json.loads(await self.socket.recv())
-        self.events.append(event)
-        return event
-
-    async def until(self, kind: str) -> Event:
-        while True:
-            event = await self.next()
-            if event["type"] == kind:
-                return event
-            assert event["type"] != "error" or kind == "error", event
-
-    async def say(self, text: str, role: str = "user") -> str:
-        """Add an item. Its id."""
-        kind = "output_text" if role == "assistant" else "input_text"
-        item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
-        await self.send("conversation.item.create", item=item)
-        done = await self.until("conversation.item.done")
-        item_id: str = done["item"]["id"]
-        return item_id
-
-    async def answer(self, **fields: object) -> Event:
-        await self.send("response.create", response=fields)
-        done = await self.until("response.done")
-        response: Event = done["response"]
-        return response
-
-
-@asynccontextmanager
-async def client(server: RunningServer, **query: str) -> AsyncIterator[Client]:
-    async with connect(url(server, **query)) as socket:
-        yield Client(socket)
-
-
-def text_of(response: Event) -> str:
-    (item,) = response["output"]
-    (part,) = item["content"]
-    text: str = part["text"]
-    return text
-
-
-GREEDY = {"temperature": 0, "max_output_tokens": 12}
+from tests.server.realtime_client import GREEDY, client, run, text_of, url
+from tests.server.running import RunningServer, serve_process
 
 
 def plain(llm: LLM, messages: list[dict[str, str]], max_tokens: int = 12) -> str:
@@ -598,141 +530,6 @@ def test_a_slow_reader_gets_it_all_in_larger_parts(long_path: Path, monkeypatch:
             realtime.close()
 
     run(test())
-
-
-IDLE = "segue:num_requests_idle"
-
-
-def test_a_lost_session_is_freed_in_time(tmp_path: Path, tiny_path: Path) -> None:
-    with serve_process(tmp_path / "log", tiny_path, "--resume-timeout", "0.5") as server:
-
-        async def test() -> None:
-            async with client(server) as c:
-                created = await c.until("session.created")
-                await c.say("the hen")
-                assert server.metric(IDLE) == 1
-                c.socket.transport.abort()
-            until(lambda: server.metric(IDLE) == 0)
-            async with client(server, session_id=created["session"]["id"]) as c:
-                assert (await c.until("error"))["error"]["code"] == "session_not_found"
-
-        run(test())
-
-
-@pytest.mark.parametrize("code", [1000, None])
-def test_a_session_that_its_client_closed_is_freed_at_once(
-    tmp_path: Path, tiny_path: Path, code: int | None
-) -> None:
-    with serve_process(tmp_path / "log", tiny_path, "--resume-timeout", "3600") as server:
-
-        async def test() -> None:
-            async with client(server) as lost:
-                await lost.say("an inn")
-                lost.socket.transport.abort()
-            async with client(server) as c:
-                created = await c.until("session.created")
-                await c.say("the hen")
-                await c.send("response.create", response={"max_output_tokens": 200})
-                await c.until("response.created")
-                if code is None:  # what a page's `socket.close()` sends
-                    c.socket.transport.write(b"\x88\x80\0\0\0\0")
-            until(lambda: server.metric("vllm:num_requests_running") == 0 and server.metric(IDLE) == 1)
-            async with client(server, session_id=created["session"]["id"]) as c:
-                assert (await c.until("error"))["error"]["code"] == "session_not_found"
-
-        run(test())
-
-
-def test_there_are_so_many_sessions_at_most(tmp_path: Path, tiny_path: Path) -> None:
-    with serve_process(tmp_path / "log", tiny_path, "--max-sessions", "2") as server:
-
-        async def test() -> None:
-            async with client(server) as first, client(server) as second:
-                ids = [(await c.until("session.created"))["session"]["id"] for c in (first, second)]
-                async with client(server) as third:
-                    error = (await third.until("error"))["error"]
-                    assert error["code"] == "too_many_sessions"
-                    assert "--max-sessions=2" in error["message"]
-                    with pytest.raises(ConnectionClosed) as closed:
-                        await third.next()
-                    assert closed.value.rcvd is not None
-                    assert closed.value.rcvd.code == 1013
-                # One whose client is gone makes place.
-                second.socket.transport.abort()
-                await second.socket.wait_closed()
-                while True:
-                    async with client(server) as third:
-                        if (await third.next())["type"] == "session.created":
-                            break
-                async with client(server, session_id=ids[1]) as again:
-                    assert (await again.until("error"))["error"]["code"] == "session_not_found"
-                await first.say("the hen")
-
-        run(test())
-
-
-def test_a_silent_session_times_out(tmp_path: Path, tiny_path: Path) -> None:
-    with serve_process(tmp_path / "log", tiny_path, "--session-timeout", "0.5") as server:
-
-        async def test() -> None:
-            async with client(server) as c:
-                await c.say("the hen")
-                with pytest.raises(ConnectionClosed) as closed:
-                    await c.until("never")
-                assert closed.value.rcvd is not None
-                assert closed.value.rcvd.code == 4002
-            until(lambda: server.metric(IDLE) == 0)
-
-        run(test())
-
-
-# --- on disk --------------------------------------------------------------------------------------------------
-
-
-def saved(directory: Path) -> list[bytes]:
-    """The states of the sessions there."""
-    with closing(sqlite3.connect(directory / state_store.FILE_NAME)) as database:
-        return [row[0] for row in database.execute("SELECT state FROM session")]
-
-
-def test_sessions_outlive_the_server(tmp_path: Path, tiny_path: Path) -> None:
-    seed = {"temperature": 1.0, "seed": 3, "max_output_tokens": 15}
-    answers: dict[bool, list[str]] = {}
-
-    async def first(server: RunningServer) -> tuple[str, list[str]]:
-        async with client(server) as c:
-            created = await c.until("session.created")
-            await c.send("session.update", session={"instructions": "rain", "max_output_tokens": 15})
-            await c.say("the hen")
-            texts = [text_of(await c.answer(**seed))]
-            await c.send("input_text.append", text="an in")
-            await c.until("input_text.progress")
-            # What is typed is written a moment later.
-            until(lambda: any(b"an in" in state for state in saved(directory)))
-            return created["session"]["id"], texts
-
-    async def second(server: RunningServer, session_id: str) -> list[str]:
-        async with client(server, session_id=session_id) as c:
-            event = await c.next()
-            while event["type"] not in ("session.created", "session.resumed"):
-                event = await c.next()
-            assert event["session"]["instructions"] == "rain"
-            assert event["session"]["max_output_tokens"] == 15
-            await c.send("input_text.append", text="n")
-            return [text_of(await c.answer(**seed))]
-
-    for restarts in (False, True):
-        directory = tmp_path / f"state {restarts}"
-        arguments = ("--state-dir", str(directory))
-        with serve_process(tmp_path / "log", tiny_path, *arguments) as server:
-            session_id, texts = asyncio.run(first(server))
-            if not restarts:
-                texts += asyncio.run(second(server, session_id))
-        if restarts:  # after a SIGKILL
-            with serve_process(tmp_path / "log", tiny_path, *arguments) as server:
-                texts += asyncio.run(second(server, session_id))
-        answers[restarts] = texts
-    assert answers[True] == answers[False]
 
 
 def test_the_documentation_names_every_event() -> None:

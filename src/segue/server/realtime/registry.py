@@ -70,6 +70,11 @@ class SessionRegistry:
             attachment.released.set()
             self._detach(attachment)
 
+    @property
+    def num_sessions(self) -> int:
+        """Connected, or waiting for their client."""
+        return len(self._sessions)
+
     def drain(self) -> None:
         """No more answers; those that are being given go on."""
         self.draining.set()
@@ -110,11 +115,11 @@ class SessionRegistry:
 
     def _make_room(self) -> None:
         """For one more. A session whose client is gone makes place for one whose client is here."""
-        if len(self._sessions) < self.options.max_sessions:
+        if self.num_sessions < self.options.max_sessions:
             return
         if not self._timers:
             raise HttpError(
-                f"there are {len(self._sessions)} sessions, and --max-sessions={self.options.max_sessions}: "
+                f"there are {self.num_sessions} sessions, and --max-sessions={self.options.max_sessions}: "
                 "close one, or try again later",
                 status=HTTPStatus.TOO_MANY_REQUESTS,
                 code="too_many_sessions",
