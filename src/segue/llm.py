@@ -223,6 +223,8 @@ class _Batch:
         self._request_ids: list[str] = []
         self._deltas: list[Delta] = []
         """New, and not returned by `step` yet."""
+        self._error: Exception | None = None
+        """What the next `step` raises."""
         self._outputs: list[RequestOutput] | None = None
         """Once closed."""
 
@@ -249,6 +251,8 @@ class _Batch:
     def step(self) -> list[Delta]:
         """What is new: of a step of the engine, unless others' steps have brought something already."""
         if not self._deltas:
+            if self._error is not None:
+                raise self._error
             if not self._steps.engine.has_unfinished_requests():
                 raise EngineDead("the engine lost its requests: make a new LLM")
             self._steps.step()
@@ -270,8 +274,16 @@ class _Batch:
         self._outputs = [self._processor.pop(request_id) for request_id in self._request_ids]
 
     def _receive(self, output: EngineOutput | EngineDead) -> None:
+        """May be called in the midst of what somebody else does, who is not to suffer from what is wrong here."""
         if isinstance(output, EngineDead):
-            return  # whoever steps next hears of it
+            self._error = output
+        elif self._error is None:
+            try:
+                self._take_in(output)
+            except Exception as error:
+                self._error = error
+
+    def _take_in(self, output: EngineOutput) -> None:
         processed = self._processor.process((output,))
         self._deltas += processed.deltas
         for engine_id in processed.aborts:

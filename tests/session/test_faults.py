@@ -1,21 +1,30 @@
 """What goes wrong between a session and its engine leaves the session as it was, or as it says."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 
 import pytest
 
 from segue.engine.outputs import FinishReason
 from segue.engine_loop import EngineLoop
-from segue.errors import CapacityError, EngineDead, RequestFailed, SessionClosed
-from segue.llm import LLM
+from segue.errors import CapacityError, EngineDead, ParameterError, RequestFailed, SessionClosed
+from segue.llm import LLM, _Batch
 from segue.outputs import CompletionOutput
+from segue.prompts import EncodedPrompt
+from segue.runtime.contract import Sampling
 from segue.sample.params import SamplingParams
+from segue.session.answer import AnswerSoFar
 from segue.session.blocking import open_session
-from segue.session.live import SessionManager
-from segue.session.turns import delivered_ids
+from segue.session.core import LiveSession
+from segue.session.link import Link
+from segue.session.live import Answer, SessionManager
+from segue.session.state import SessionState
+from segue.session.turns import RawTurn, delivered_ids
 from segue.stepping import SharedSteps
-from tests.session.worlds import MAX_MODEL_LEN, TOKENIZER, World
+from tests.session.worlds import MAX_MODEL_LEN, TOKENIZER, TalkingModel, World
+from tests.tokens.small import TOKENS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True)
 
@@ -179,6 +188,52 @@ def test_an_append_between_the_end_of_a_request_and_the_notice_of_it() -> None:
     asyncio.run(run())
 
 
+class _Line:
+    """A request that ends just before something is added to it."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.request_id = "r"
+        self.is_open = True
+        self.held = list(token_ids)
+        self.ends_next = False
+
+    def truncate(self, num_tokens: int) -> None:
+        del self.held[num_tokens:]
+
+    def add_chunk(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
+        if self.ends_next:
+            self.is_open = False
+            raise ParameterError("request_id", "r", "is no request with open input")
+        self.held += token_ids
+
+    def abort(self) -> None:
+        self.is_open = False
+
+
+class _LineSession(LiveSession[Answer, _Line]):
+    @property
+    def _vocab_size(self) -> int:
+        return len(TOKENS)
+
+    def _new_answer(self, params: SamplingParams) -> Answer:
+        raise AssertionError
+
+    def _open(self, token_ids: Sequence[int], answer: AnswerSoFar | None) -> Link[_Line]:
+        return Link(lambda handler: _Line(token_ids), token_ids)
+
+
+def test_a_request_that_ends_in_the_middle_of_an_operation() -> None:
+    session = _LineSession("s", SessionState(turn=RawTurn(TOKENIZER), max_model_len=MAX_MODEL_LEN))
+    session.append("hi stop")
+    link = session._link
+    assert link is not None
+    link.line.ends_next = True
+    session.revise("hi there")
+    assert session._link is not None
+    assert session._link.line.held == session.token_ids == TOKENIZER.encode("hi there")
+    assert session._link is not link
+
+
 def test_a_session_of_a_dead_engine_keeps_what_was_delivered() -> None:
     world = World(Random(4))
 
@@ -203,3 +258,53 @@ def test_a_session_of_a_dead_engine_keeps_what_was_delivered() -> None:
         session.close()
 
     asyncio.run(run())
+
+
+@dataclass(frozen=True)
+class StrangeModel(TalkingModel):
+    """Says an id that is not in the vocabulary when it was told "12"."""
+
+    def draw(
+        self,
+        prefix: int,
+        last: int,
+        sampling: Sampling,
+        position: int,
+        history: Sequence[int],
+        mask: bytes | None,
+    ) -> int:
+        if ids("12")[0] in history[-3:]:
+            return len(TOKENS)
+        return super().draw(prefix, last, sampling, position, history, mask)
+
+
+def test_an_answer_that_cannot_be_read_is_nobody_elses_trouble() -> None:
+    world = World(Random(5), StrangeModel(vocab_size=len(TOKENS) + 1))
+    steps = SharedSteps(world.engine)
+    session, strange = (open_session(steps, TOKENIZER, None, "user", name) for name in ("a", "b"))
+    session.append("hi")
+    strange.append("12")
+    expected = world.fresh_answer(session.token_ids, GREEDY)
+    answer = session.respond(GREEDY)
+    with pytest.raises(RequestFailed, match="could not be read"):
+        strange.respond(GREEDY).text()
+    assert answer.text() == expected.text
+    strange.append("hi hi hi")
+    expected = world.fresh_answer(strange.token_ids, GREEDY)
+    assert strange.respond(GREEDY).text() == expected.text
+
+
+def test_a_stream_that_cannot_be_read_is_nobody_elses_trouble() -> None:
+    world = World(Random(6), StrangeModel(vocab_size=len(TOKENS) + 1))
+    steps = SharedSteps(world.engine)
+    batch = _Batch(steps, TOKENIZER)
+    batch.add(0, EncodedPrompt(text=None, token_ids=ids("12")), GREEDY, priority=0)
+    session = open_session(steps, TOKENIZER, None, "user", "a")
+    session.append("hi")
+    expected = world.fresh_answer(session.token_ids, GREEDY)
+    assert session.respond(GREEDY).text() == expected.text
+    with pytest.raises(ParameterError, match="token_id"):
+        batch.step()
+    batch.close()
+    session.close()
+    assert not world.engine.requests

@@ -99,7 +99,8 @@ class FragileEngine(Engine):
 class World:
     """An engine over the oracle."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, model: OracleModel | None = None) -> None:
+        self.model = model or TalkingModel()
         speculative = None
         if rng.random() < 0.5:
             speculative = SpeculativeConfig(
@@ -123,7 +124,7 @@ class World:
         self.executor, self.engine = self._engine(self.config)
 
     def _engine(self, config: EngineConfig) -> tuple[OracleExecutor, FragileEngine]:
-        executor = OracleExecutor(TalkingModel(), config.max_model_len)
+        executor = OracleExecutor(self.model, config.max_model_len)
         executor.allocate_kv(config.num_kv_blocks, config.block_size)
         drafter = None if config.speculative is None else NgramDrafter(1, 3)
         runtime = LocalRuntime(executor, drafter=drafter)

@@ -30,9 +30,14 @@ class AnswerSoFar:
         self._delivered: list[Delta] = []
 
     def receive(self, output: EngineOutput) -> bool:
-        """Takes in news. Returns whether the answer ended at a stop string, of which the engine does not know."""
+        """Takes in news. Returns whether the answer ends with it and the engine does not know: at a stop string, or
+        because this cannot be read."""
         output.request_id = self._name
-        processed = self._processor.process([output])
+        try:
+            processed = self._processor.process([output])
+        except Exception as error:
+            self.fail(RequestFailed(f"the answer could not be read: {type(error).__name__}: {error}"))
+            return output.finish_reason is None
         self._waiting += processed.deltas
         self._on_news()
         return bool(processed.aborts) and output.finish_reason is None

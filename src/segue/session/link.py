@@ -98,7 +98,7 @@ class Link(Generic[L]):
             if output.finish_reason is not None:
                 self._turns.popleft()
             if answer is not None and answer.receive(output) and self._is_running:
-                # A stop string: the text ends here, and the engine does not know. If it ended by itself, nobody minds.
+                # If the request has ended by itself, nobody minds.
                 with contextlib.suppress(EngineDead, ParameterError):
                     self._truncate(len(self._ids))
 
