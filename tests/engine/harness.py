@@ -15,7 +15,7 @@ from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter, DraftRequest, Proposal
 from segue.speculate.ngram import NgramDrafter
-from tests.sim.checks import Checker
+from tests.sim.checks import Checker, Memory
 from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
 
@@ -148,7 +148,7 @@ class Harness:
         self.engine = Engine(
             LocalRuntime(self.executor, drafter=drafter or self._drafter()), self.config, step_thread=False
         )
-        self.checker = Checker(self.engine)
+        self.checker = Checker(self.engine, Memory(self.executor, self.draft))
         self.said: defaultdict[str, Said] = defaultdict(Said)
 
     def _drafter(self) -> Drafter | None:

@@ -11,6 +11,7 @@ from segue.engine.outputs import FinishReason
 from segue.errors import CapacityError, ParameterError, UsageError
 from segue.sample.params import SamplingParams
 from tests.engine.harness import Harness, draft_model, greedy, ngram, plain_turns
+from tests.sim.oracle import Failure
 
 DEPTHS = (1, 2, 3)
 
@@ -30,7 +31,7 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(
     harness.add("unlucky", [2, 6, 10, 2, 6], params)
     harness.add("waiting", [2, 6, 10, 2, 6, 10], params)
     harness.step_until(lambda: len(harness.said["unlucky"].token_ids) >= 3)
-    harness.executor.fail_next = True
+    harness.executor.fail_next = Failure.BEFORE_COPIES
     harness.run()
 
     end = harness.said["unlucky"].end
@@ -52,7 +53,7 @@ def test_all_requests_of_a_failed_step_fail(depth: int) -> None:
     for name in names:
         harness.add(name, [2, 6, 10], greedy(12, ignore_eos=True))
     harness.step_until(lambda: all(len(harness.said[name].token_ids) >= 2 for name in names))
-    harness.executor.fail_next = True
+    harness.executor.fail_next = Failure.BEFORE_COPIES
     harness.run()
     assert [harness.said[name].end.finish_reason for name in names] == [FinishReason.ERROR] * 3
     harness.assert_all_free()
@@ -65,7 +66,7 @@ def test_logits_that_are_not_finite_fail_one_request_of_the_step(depth: int) -> 
     harness.add("first", [2, 6, 10, 2, 6], params)
     harness.add("second", [3, 3, 3], params)
     harness.step_until(lambda: all(len(harness.said[name].token_ids) >= 2 for name in ("first", "second")))
-    harness.executor.nan_next = True
+    harness.executor.nan_next = 0
     harness.run()
     end = harness.said["first"].end
     assert end.finish_reason is FinishReason.ERROR
@@ -82,7 +83,7 @@ def test_what_was_computed_before_a_failure_stays_right_in_the_prefix_cache() ->
     prompt = [2, 6, 10, 3] * 4
     harness.add("a", prompt, greedy(4))
     harness.step()
-    harness.executor.fail_next = True
+    harness.executor.fail_next = Failure.BEFORE_COPIES
     harness.run()
     harness.add("b", prompt, greedy(4))
     harness.run()
@@ -90,6 +91,44 @@ def test_what_was_computed_before_a_failure_stays_right_in_the_prefix_cache() ->
     assert end.metrics is not None
     assert end.metrics.num_cached_tokens == 8
     assert harness.said["b"].token_ids == harness.expect(prompt, greedy(4)).token_ids
+
+
+@pytest.mark.parametrize("failure", Failure)
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("speculative", [None, draft_model(2)], ids=["plain", "draft_model"])
+def test_nobody_counts_on_a_copy_that_a_failed_step_was_to_make(
+    speculative: SpeculativeConfig | None, depth: int, failure: Failure
+) -> None:
+    """A fork's copy of a shared block is in flight when the fork is cut, and forked again, and that fork goes on in
+    a later step, with a copy of the copy. Then the first step fails because of somebody else."""
+    harness = Harness(block_size=4, async_depth=depth, speculative=speculative)
+    prompt, more, answer = [2, 6, 10, 2, 6, 10], [5, 6], greedy(6, ignore_eos=True)
+    harness.add("a", prompt, None, resumable=True)
+    harness.run()
+    harness.add("other", [3, 4], greedy(40, ignore_eos=True))
+    harness.step()
+    harness.engine.fork("a", "fork")
+    harness.checker.salts |= {"fork": None, "grandchild": None, "late": None}
+    harness.engine.add_chunk("fork", more, answer)
+    harness.step_until(lambda: bool(harness.engine._in_flight[0].step.plan.copies))
+    harness.engine.truncate("fork", 5)
+    harness.engine.fork("fork", "late")
+    harness.engine.fork("fork", "grandchild")
+    harness.engine.add_chunk("grandchild", more, answer)
+    harness.executor.fail_next = failure
+    harness.step_until(lambda: harness.said["other"].last is not None and harness.said["other"].last.finished)
+    for name in ("fork", "late"):
+        harness.engine.add_chunk(name, more, answer)
+    harness.run()
+    plain = harness.plain()
+    plain.history = prompt[:5]
+    expected = plain_turns(plain, [(more, answer)])
+    for name in ("fork", "late", "grandchild"):
+        assert harness.said[name].turns[-1:] == expected, name
+    for name in ("a", "fork", "late", "grandchild"):
+        harness.engine.abort_request(name)
+    harness.run()
+    harness.assert_all_free()
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------

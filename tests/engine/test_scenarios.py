@@ -390,3 +390,80 @@ def test_drafts_preemption_chunks_and_async_scheduling_change_nothing(depth: int
     else:
         longest = max(len(inputs) for _, inputs in harness.computed)
         assert longest <= 5
+
+
+def _idle_session(harness: Harness, prompt: list[int], forks: int) -> list[str]:
+    """A session and forks of it, all in the same blocks."""
+    harness.add("s", prompt, None, resumable=True)
+    harness.run()
+    names = [f"s{i}" for i in range(forks)]
+    for name in names:
+        harness.checker.salts[name] = None
+        harness.engine.fork("s", name)
+    return ["s", *names]
+
+
+def _holding(harness: Harness, names: list[str]) -> list[str]:
+    return [name for name in names if harness.engine.requests[name].timeline.blocks]
+
+
+def test_idle_sessions_keep_shared_blocks_that_would_not_be_enough() -> None:
+    """Four tables name the same four blocks: giving them up makes room for four, not for sixteen."""
+    harness = Harness(block_size=4, num_kv_blocks=12, max_model_len=48, enable_prefix_caching=False)
+    names = _idle_session(harness, [2, 3] * 8, forks=3)
+    harness.add("running", [4] * 17, greedy(15, ignore_eos=True))
+    harness.step()
+    harness.add("waiting", [5] * 30, greedy(2, ignore_eos=True))
+    while "running" in harness.engine.requests:
+        assert _holding(harness, names) == names
+        harness.step()
+    harness.run()
+    assert _holding(harness, names) == names
+    assert harness.said["waiting"].token_ids == harness.expect([5] * 30, greedy(2, ignore_eos=True)).token_ids
+    assert harness.engine.stats.num_preemptions == 0
+
+
+@pytest.mark.parametrize("admission", [True, False], ids=["admission", "decode"])
+def test_idle_sessions_in_the_blocks_of_a_running_one_give_up_nothing(*, admission: bool) -> None:
+    """What they hold stays held; the session with blocks of its own goes instead, though it was idle for less."""
+    harness = Harness(block_size=4, num_kv_blocks=8, max_model_len=32, enable_prefix_caching=False)
+    names = _idle_session(harness, [2, 3] * 8 + [2], forks=3)
+    harness.add("own", [6] * 9, None, resumable=True)
+    harness.run()
+    harness.engine.add_chunk("s", [7], greedy(2 if admission else 14, ignore_eos=True))
+    harness.step()
+    if admission:
+        harness.add("new", [5] * 9, greedy(2, ignore_eos=True))
+    harness.run()
+    assert _holding(harness, [*names, "own"]) == names
+    assert harness.engine.stats.num_preemptions == 0
+
+
+def test_a_session_in_a_full_pool_is_admitted_when_the_fork_of_its_last_block_goes() -> None:
+    """There is no block for a copy, and none is needed then."""
+    harness = Harness(block_size=4, num_kv_blocks=4, max_model_len=16, enable_prefix_caching=False)
+    prompt, more = [2, 3] * 7, greedy(1, ignore_eos=True)
+    harness.add("s", prompt, None, resumable=True)
+    harness.run()
+    harness.checker.salts["fork"] = None
+    harness.engine.fork("s", "fork")
+    harness.engine.add_chunk("s", [7], more)
+    harness.run()
+    assert harness.said["s"].token_ids == harness.expect([*prompt, 7], more).token_ids
+    assert _holding(harness, ["s", "fork"]) == ["s"]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_empty_chunk_while_the_last_of_the_input_is_computed(depth: int) -> None:
+    """Nothing is added and nothing is left to plan: no part without input, which would fail its step for all."""
+    harness = Harness(async_depth=depth)
+    harness.add("other", [3, 4], greedy(12, ignore_eos=True))
+    harness.step()
+    harness.add("a", [2, 6, 10], None, resumable=True)
+    harness.step()
+    harness.engine.add_chunk("a", [], None)
+    harness.run()
+    harness.engine.add_chunk("a", [], greedy(3))
+    harness.run()
+    assert harness.said["a"].token_ids == harness.expect([2, 6, 10], greedy(3)).token_ids
+    assert harness.said["other"].token_ids == harness.expect([3, 4], greedy(12, ignore_eos=True)).token_ids

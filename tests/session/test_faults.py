@@ -24,6 +24,7 @@ from segue.session.state import SessionState
 from segue.session.turns import RawTurn, delivered_ids
 from segue.stepping import SharedSteps
 from tests.session.worlds import MAX_MODEL_LEN, TOKENIZER, TalkingModel, World
+from tests.sim.oracle import Failure
 from tests.tokens.small import TOKENS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=1, ignore_eos=True)
@@ -150,7 +151,7 @@ def test_a_blocking_answer_ends_with_its_error() -> None:
         answer = session.fork().respond(GREEDY)
         next(answer)
         if error is RequestFailed:
-            world.executor.fail_next = True
+            world.executor.fail_next = Failure.BEFORE_COPIES
         else:
             world.engine.dies_in = 0
         with pytest.raises(error, match="injected"):
@@ -171,7 +172,7 @@ def test_an_append_between_the_end_of_a_request_and_the_notice_of_it() -> None:
             assert session._link is not None
             channel = session._link.line
             await asyncio.wrap_future(loop.ask_snapshot())
-            world.executor.fail_next = True
+            world.executor.fail_next = Failure.BEFORE_COPIES
             session.append("stop")
             while channel.is_open:  # the event loop does not run, so the notice does not come
                 pass

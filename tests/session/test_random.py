@@ -21,6 +21,7 @@ from segue.session.live import Answer, Session, SessionManager
 from segue.session.state import Phase
 from segue.stepping import SharedSteps
 from tests.session.worlds import MAX_MODEL_LEN, TOKENIZER, World, random_params, random_text
+from tests.sim.oracle import Failure
 
 NUM_OPERATIONS = 60
 
@@ -281,11 +282,11 @@ class BlockingPlay(Play):
             self.world.engine.dies_in = self.rng.randrange(3)
             self.world.engine.dies_after = self.rng.random() < 0.5
         elif self.rng.random() < 0.05:
-            self.world.executor.fail_next = True
+            self.world.executor.fail_next = Failure.BEFORE_COPIES
 
     def disarm(self) -> None:
         self.world.engine.dies_in = None
-        self.world.executor.fail_next = False
+        self.world.executor.fail_next = None
 
     async def calm_down(self) -> None:
         self.disarm()
@@ -314,13 +315,13 @@ class LoopPlay(Play):
 
     def arm(self) -> None:
         if self.rng.random() < 0.1:
-            self.world.executor.fail_next = True
+            self.world.executor.fail_next = Failure.BEFORE_COPIES
 
     def disarm(self) -> None:
         """A step that was to fail may still come."""
 
     async def calm_down(self) -> None:
-        self.world.executor.fail_next = False
+        self.world.executor.fail_next = None
         await self.settle()
 
     async def check(self, mirror: Mirror) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
 from segue.engine.outputs import EngineOutput
-from segue.engine.request import Request, State
+from segue.engine.request import Request, State, Turn
+from tests.sim.oracle import ROOT, OracleExecutor, mix
 from tests.sim.plain import Answer
 
 
@@ -25,13 +26,25 @@ class _Seen:
     state: State
     key: tuple[int, bool, int]
     num_preemptions: int
+    blocks: tuple[int, ...]
+    turn: Turn | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The KV memory of an engine over the oracle."""
+
+    target: OracleExecutor
+    draft: OracleExecutor | None
 
 
 class Checker:
     """Checks one engine around each of its steps."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, memory: Memory | None = None) -> None:
         self.engine = engine
+        self.memory = memory
+        """What its KV memory holds; None: not to be looked at, since another thread writes it."""
         self.salts: dict[str, str | None] = {}
         """Of every request, as its user gave it."""
         self._key_contents: dict[bytes, tuple[str | None, list[int]]] = {}
@@ -41,7 +54,13 @@ class Checker:
     def before_step(self) -> None:
         """Remember how things stand."""
         self._seen = {
-            request.id: _Seen(request.state, self._order(request), request.metrics.num_preemptions)
+            request.id: _Seen(
+                request.state,
+                self._order(request),
+                request.metrics.num_preemptions,
+                tuple(request.timeline.blocks),
+                request.turn,
+            )
             for request in self.engine.requests.values()
         }
 
@@ -53,10 +72,15 @@ class Checker:
         self._check_running(requests)
         self._check_reserved(requests)
         self._check_turns(requests)
+        self._check_evictions(requests)
         for request in requests:
             request.timeline.check()
             self._check_state(request)
             self._check_published(request)
+        if self.memory is not None:
+            copied = self._copied()
+            for request in requests:
+                self._check_kv(request, self.memory, copied)
 
     def _order(self, request: Request) -> tuple[int, bool, int]:
         """By priority where that counts; then answers before input that nobody waits for; then first come."""
@@ -105,6 +129,27 @@ class Checker:
         if kept and preempted:
             require(max(kept) < min(preempted), "a request was preempted while one after it kept running")
 
+    def _check_evictions(self, requests: list[Request]) -> None:
+        """Nobody who did not run has lost its blocks without somebody having got some, or a promise of some. Where
+        anything ended, that may have given them back already."""
+        seen = {request.id: self._seen[request.id] for request in requests if request.id in self._seen}
+        if len(seen) < len(self._seen):
+            return
+        evicted = None
+        for request in requests:
+            before, blocks = seen.get(request.id), request.timeline.blocks
+            if before is None or not set(blocks) <= set(before.blocks):
+                return
+            if before.turn is not None and request.turn is not before.turn:
+                return
+            if before.state is State.WAITING and request.state is not State.WAITING:
+                return  # admitted, with some reserved
+            if request.metrics.num_preemptions > before.num_preemptions:
+                return
+            if before.state is not State.RUNNING and before.blocks and not blocks:
+                evicted = request
+        require(evicted is None, f"{evicted.id if evicted else None} lost its blocks in vain")
+
     def _check_state(self, request: Request) -> None:
         timeline, config = request.timeline, self.engine.config
         holds = bool(timeline.blocks) and request.state is not State.RUNNING
@@ -123,6 +168,29 @@ class Checker:
             request.turn is None or timeline.kv_len < len(timeline.tokens),
             f"{request.id} computed its last id",
         )
+
+    def _copied(self) -> dict[int, int]:
+        """Blocks that a step in flight is to fill: which block has the contents now."""
+        copied: dict[int, int] = {}
+        for flying in self.engine._in_flight:
+            for source, target in flying.step.plan.copies:
+                copied[target] = copied.get(source, source)
+        return copied
+
+    def _check_kv(self, request: Request, memory: Memory, copied: dict[int, int]) -> None:
+        """All KV that a ledger counts is there, or a copy in flight brings it."""
+        timeline, size = request.timeline, self.engine.config.block_size
+        blocks = [copied.get(block, block) for block in timeline.blocks]
+        chain = ROOT
+        for position, token in enumerate(timeline.tokens[: max(timeline.kv_len, timeline.draft_kv_len)]):
+            chain = mix(chain, token)
+            block, right = blocks[position // size], (position, token, chain)
+            if position < timeline.kv_len:
+                found = memory.target.holds(block, position)
+                require(found == right, f"{request.id} counts on KV at position {position} and has {found}")
+            if memory.draft is not None and position < timeline.draft_kv_len:
+                found = memory.draft.holds(block, position)
+                require(found == right, f"{request.id} counts on draft KV at {position} and has {found}")
 
     def _check_published(self, request: Request) -> None:
         """A published block is complete, and all that hold it have the history that its key stands for."""

@@ -22,9 +22,9 @@ from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter
 from segue.speculate.ngram import NgramDrafter
-from tests.sim.checks import Checker, Violation, check_output, check_work, require
+from tests.sim.checks import Checker, Memory, Violation, check_output, check_work, require
 from tests.sim.grammar import GrammarParams, SimGuides
-from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
+from tests.sim.oracle import Failure, OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
 from tests.sim.trace import Trace, TracedRuntime
 
@@ -125,7 +125,7 @@ class World:
         self.clients: dict[str, Client] = {}
         self.num_steps = 0
         self.num_finished = 0
-        self.checker = Checker(self.engine)
+        self.checker = Checker(self.engine, self._memory())
         self.journal = Journal(setup.config)
         self._num_told = 0
 
@@ -141,6 +141,9 @@ class World:
         if self.trace is not None:
             runtime = TracedRuntime(runtime, self.trace)
         return Engine(runtime, config, step_thread=self.setup.threaded)
+
+    def _memory(self) -> Memory | None:
+        return None if self.setup.threaded else Memory(self.target, self.draft)
 
     def _drafter(self) -> Drafter | None:
         speculative = self.setup.config.speculative
@@ -252,6 +255,7 @@ class World:
             self.engine.step()
         self.engine.close()
         self.engine = self.checker.engine = self._start_engine()
+        self.checker.memory = self._memory()
         self.journal.start_over()
         calls = [call for held in self.journal.requests.values() for call in held.calls()]
         for call in (*calls, *self.journal.unconfirmed):
@@ -265,7 +269,7 @@ class World:
     def step(self) -> None:
         """One step of the engine, and all checks."""
         self.num_steps += 1
-        faulty = self.target.fail_next or self.target.nan_next or self.target.refuse_next
+        faulty = self.setup.faults
         self.checker.before_step()
         outputs = self.engine.step()
         self.journal.progress(self._num_told, outputs)
@@ -366,12 +370,40 @@ class Simulation(World):
                 else:
                     for _ in range(rng.choice((1, 1, 1, 2, 3))):
                         self._send_chunk(client)
+        if rng.random() < 0.2:
+            self._disturb_copies()
         if rng.random() < 0.01:
             self.reset_prefix_cache()
         if rng.random() < 0.004:
             self.restart(lose_outputs=rng.random() < 0.5)
         if self.setup.faults and rng.random() < 0.02:
-            setattr(self.target, rng.choice(("fail_next", "nan_next", "refuse_next")), True)
+            if rng.random() < 0.5:
+                self._fail_a_step()
+            else:
+                setattr(self.target, rng.choice(("nan_next", "refuse_next")), rng.randrange(8))
+
+    def _disturb_copies(self) -> None:
+        """Those whose tables name what a copy in flight is to fill are cut, forked, go on or go away; then the copy's
+        step may fail."""
+        rng = self.rng
+        targets = {target for flying in self.engine._in_flight for _, target in flying.step.plan.copies}
+        for client in list(self.clients.values()):
+            request = self.engine.requests.get(client.request_id)
+            if request is None or targets.isdisjoint(request.timeline.blocks):
+                continue
+            if client.input_open:
+                self.truncate(client, rng.choice((0, 0, 1, 2)))
+                for _ in range(rng.choice((0, 0, 1, 2))):
+                    self._fork(client)
+            if rng.random() < 0.2:
+                self.abort(client)
+        if targets and self.setup.faults and rng.random() < 0.5:
+            self._fail_a_step()
+
+    def _fail_a_step(self) -> None:
+        """The oldest one in flight, or the next."""
+        executors = [self.target] if self.draft is None else [self.target, self.draft]
+        self.rng.choice(executors).fail_next = self.rng.choice(list(Failure))
 
     def _next_id(self) -> str:
         self._num_requests += 1

@@ -135,6 +135,21 @@ def rejection_off(patch: pytest.MonkeyPatch) -> None:
 
 
 @fault
+def copies_of_a_failed_step_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "lose", lambda self, requests, blocks: None)
+
+
+@fault
+def copies_of_lost_copies_count(patch: pytest.MonkeyPatch) -> None:
+    """Later steps in flight copied from a block that was not filled, and their copies are taken for good."""
+
+    def lose(self: Engine, blocks: Sequence[int]) -> None:
+        self.scheduler.lose(self.requests.values(), set(blocks))
+
+    patch.setattr(Engine, "_lose", lose)
+
+
+@fault
 def error_leaves_blocks(patch: pytest.MonkeyPatch) -> None:
     """A request that failed is forgotten with its blocks."""
     fail = Engine._fail
@@ -415,6 +430,37 @@ def tokens_cut_in_place(patch: pytest.MonkeyPatch) -> None:
         return surplus
 
     patch.setattr(Timeline, "cut", cut_in_place)
+
+
+@fault
+def idle_sessions_give_way_in_vain(patch: pytest.MonkeyPatch) -> None:
+    """What is not enough for the first that waits is taken all the same."""
+    fit = Scheduler._fit
+
+    def fit_or_take(self: Scheduler, request: Request) -> bool:
+        fits = fit(self, request)
+        if not fits:
+            for holder in [each for each in self._holders if each is not request]:
+                self._preempt(holder)
+        return fits
+
+    patch.setattr(Scheduler, "_fit", fit_or_take)
+
+
+@fault
+def part_without_input(patch: pytest.MonkeyPatch) -> None:
+    """Who is admitted gets a part, also when all that is left flies already."""
+    plan = Scheduler._plan_prefill
+    admit = Scheduler._admit
+
+    def plan_always(self: Scheduler, draft: Any) -> None:
+        before = set(self.running)
+        admit(self, draft)
+        planned = {part.request for part in draft.parts}
+        for request in [each for each in self.running if each not in before and each not in planned]:
+            plan(self, request, draft)
+
+    patch.setattr(Scheduler, "_admit", plan_always)
 
 
 # --- forks ----------------------------------------------------------------------------------------------------

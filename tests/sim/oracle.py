@@ -7,6 +7,8 @@ that n-grams repeat and a draft model is often right. `draw` is the definition t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NoReturn
 
 from segue.errors import FailedError
 from segue.runtime.contract import NOT_FINITE, ForwardResult, Sampling, SeqStep, TokenLogprobs
@@ -16,6 +18,7 @@ ROOT = 0x5EC0E
 REFUSED = "tokens: injected refusal"
 POISON = (-1, -1, -1)
 """In slots that a failed call should have written, and what was computed from them. None of it may come out."""
+INJECTED = "injected failure\nwith a second line"
 
 
 def mix(a: int, b: int) -> int:
@@ -78,6 +81,13 @@ class OracleModel:
         )
 
 
+class Failure(Enum):
+    """Where a call stops."""
+
+    BEFORE_COPIES = auto()
+    AFTER_COPIES = auto()
+
+
 @dataclass
 class OracleExecutor:
     """An `Executor` over an `OracleModel`. `violations` lists what must never happen."""
@@ -85,12 +95,14 @@ class OracleExecutor:
     model: OracleModel = field(default_factory=OracleModel)
     max_model_len: int = 1 << 20
     violations: list[str] = field(default_factory=list)
-    fail_next: bool = False
-    """Raise at the next call."""
-    nan_next: bool = False
-    """Report the first sequence of the next call as not finite."""
-    refuse_next: bool = False
-    """Refuse the last sequence of the next call: nothing of it is read or written."""
+    fail_next: Failure | None = None
+    """Raise at the next call, if there is one."""
+    nan_next: int | None = None
+    """Report this sequence of the next call (modulo their number) as not finite."""
+    refuse_next: int | None = None
+    """Refuse this sequence of the next call: nothing of it is read or written."""
+    follower: "OracleExecutor | None" = None
+    """A draft model, which is not called when this one fails."""
     num_calls: int = 0
     log: list[list[tuple[int, tuple[int, ...]]]] | None = None
     """When a list: (start, inputs) of every sequence of every call."""
@@ -116,16 +128,17 @@ class OracleExecutor:
 
     def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
         self.num_calls += 1
-        if self.fail_next:
-            self.fail_next = False
-            for slot in (slot for seq in seqs for slot in self._written_slots(seq)):
-                self._slots[slot] = POISON
-            for _, target in copies:
-                self._slots[target * self._block_size] = POISON
-            raise FailedError("injected failure\nwith a second line")
-        self._copy(copies)
+        failure, self.fail_next = self.fail_next, None
+        if failure is Failure.BEFORE_COPIES:
+            self._spoil_copies(copies)
+        else:
+            self._copy(copies)
+        if failure is not None:
+            self._fail(seqs, copies)
         if self.log is not None:
             self.log.append([(seq.start, (*seq.tokens, *seq.drafts)) for seq in seqs])
+        if not all(seq.tokens for seq in seqs):
+            self.violations.append("a sequence without input")
         result = ForwardResult([], {}, {}, self._injected_errors(seqs))
         computed = {i: seq for i, seq in enumerate(seqs) if result.errors.get(i) != REFUSED}
         prefixes = [self._read_prefix(i, seq) for i, seq in computed.items()]
@@ -143,13 +156,27 @@ class OracleExecutor:
 
     def _injected_errors(self, seqs: Sequence[SeqStep]) -> dict[int, str]:
         errors: dict[int, str] = {}
-        if self.nan_next and seqs:
-            self.nan_next = False
-            errors[0] = NOT_FINITE
-        if self.refuse_next and seqs:
-            self.refuse_next = False
-            errors[len(seqs) - 1] = REFUSED
+        if self.nan_next is not None and seqs:
+            errors[self.nan_next % len(seqs)] = NOT_FINITE
+            self.nan_next = None
+        if self.refuse_next is not None and seqs:
+            errors[self.refuse_next % len(seqs)] = REFUSED
+            self.refuse_next = None
         return errors
+
+    def _fail(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]]) -> NoReturn:
+        """Nobody may count on what should have been written. Later steps in flight still read it, in vain."""
+        for slot in (slot for seq in seqs for slot in self._written_slots(seq)):
+            self._slots[slot] = POISON
+        if self.follower is not None:
+            self.follower._spoil_copies(copies)
+        raise FailedError(INJECTED)
+
+    def _spoil_copies(self, copies: Sequence[tuple[int, int]]) -> None:
+        """They were to be made and are not."""
+        for _, target in copies:
+            for slot in range(target * self._block_size, (target + 1) * self._block_size):
+                self._slots[slot] = POISON
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         size = self._block_size
@@ -157,6 +184,10 @@ class OracleExecutor:
             self._slots[target * size : (target + 1) * size] = self._slots[
                 source * size : (source + 1) * size
             ]
+
+    def holds(self, block: int, position: int) -> tuple[int, int, int] | None:
+        """(position, id, hash of the prefix) in the slot of `position` in this block."""
+        return self._slots[block * self._block_size + position % self._block_size]
 
     def _slot(self, seq: SeqStep, position: int) -> int:
         return seq.blocks[position // self._block_size] * self._block_size + position % self._block_size
@@ -246,7 +277,15 @@ class OracleDraftExecutor(OracleExecutor):
     target: OracleExecutor = field(default_factory=OracleExecutor)
     _target_calls: int = -1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.target.follower = self
+
     def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
+        failure, self.fail_next = self.fail_next, None
+        if failure is not None:
+            self._spoil_copies(copies)
+            self._fail(seqs, copies)
         self._copy(copies)
         is_first_pass = self._target_calls != self.target.num_calls
         self._target_calls = self.target.num_calls
@@ -258,7 +297,7 @@ class OracleDraftExecutor(OracleExecutor):
     def _compare(self, seq: SeqStep) -> None:
         """After a failed step of this sequence the draft KV of that step is missing, too."""
         slots = [self._slot(seq, position) for position in range(seq.start)]
-        has_failed = any(self.target._slots[slot] is POISON for slot in slots)
+        has_failed = any(POISON in (self.target._slots[slot], self._slots[slot]) for slot in slots)
         for position, slot in enumerate(slots):
             if self._slots[slot] != self.target._slots[slot]:
                 if has_failed:

@@ -13,6 +13,7 @@ from segue.engine.config import EngineConfig, SpeculativeConfig, SpeculativeMeth
 from segue.sample.params import SamplingParams
 from tests.sim.checks import Violation
 from tests.sim.driver import EOS, Client, Setup, World
+from tests.sim.oracle import Failure
 
 Event = str
 Events = tuple[Event, ...]
@@ -77,9 +78,9 @@ def _reset_and_step(world: World) -> None:
 
 
 def _fail_and_step(world: World) -> None:
-    world.target.fail_next = True
+    world.target.fail_next = Failure.BEFORE_COPIES
     world.step()
-    world.target.fail_next = False
+    world.target.fail_next = None
 
 
 ACTIONS: dict[Event, Callable[[World], None]] = {

@@ -224,6 +224,8 @@ class Engine:
                 result = _failed(oldest.step.plan, error)
             self._in_flight.popleft()
             self._settle(oldest.step.parts, result)
+            if result.lost:
+                self._lose(result.lost)
         elif self._unready and not self._outputs:
             # There is nothing to do but to wait, and never for long: what else may come must not wait too.
             turn = next(iter(self._unready.values()))
@@ -262,6 +264,17 @@ class Engine:
                 self._settle_sampled(request, flight, seq)
             else:
                 self._settle_prefill(request, flight, seq)
+
+    def _lose(self, blocks: Sequence[int]) -> None:
+        """The oldest step was to fill these blocks and has not. What later ones copy from them is lost as well."""
+        lost = set(blocks)
+        for later in self._in_flight:
+            for source, target in later.step.plan.copies:
+                if source in lost:
+                    lost.add(target)
+                else:
+                    lost.discard(target)  # given away meanwhile, and filled with something else
+        self.scheduler.lose(self.requests.values(), lost)
 
     def _count(self, request: Request, flight: Flight, seq: SeqResult) -> None:
         metrics, totals = request.metrics, self._totals
@@ -426,4 +439,8 @@ def _refusal(request: Request, error: UsageError) -> EngineOutput:
 
 def _failed(plan: StepPlan, error: Exception) -> StepResult:
     text = f"the step that computed this request failed: {describe(error)}"
-    return StepResult(step=plan.step, seqs=[SeqResult(error=text) for _ in plan.seqs])
+    return StepResult(
+        step=plan.step,
+        seqs=[SeqResult(error=text) for _ in plan.seqs],
+        lost=[target for _, target in plan.copies],
+    )

@@ -12,7 +12,7 @@ Three rules keep requests from taking each other's blocks:
 
 import heapq
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
@@ -121,6 +121,23 @@ class Scheduler:
         request.state = State.FINISHED
         self.pool.release(request.drop_kv())
 
+    def lose(self, requests: Iterable[Request], blocks: Set[int]) -> None:
+        """What these blocks were to hold has not come: cut it from every ledger that counts on it.
+
+        Tables name a block from when the step that fills it is planned. One that does not count on the contents has got
+        the block later, for something that it computes itself.
+        """
+        for request in requests:
+            timeline = request.timeline
+            first = next((i for i, block in enumerate(timeline.blocks) if block in blocks), None)
+            if first is None or timeline.kv_len <= first * self._block_size:
+                continue
+            self.pool.release(timeline.cut(len(timeline.tokens), first * self._block_size))
+            if request.state is State.RUNNING:
+                self.enqueue(request)  # what was reserved is for a shorter way
+            elif not timeline.blocks:
+                del self._holders[request]
+
     def _leave(self, request: Request) -> None:
         if request.state is State.RUNNING:
             self.running.remove(request)
@@ -164,25 +181,45 @@ class Scheduler:
             others -= self._missing_blocks(request, request.reserve)
         return self.pool.num_free - others
 
-    def _make_room(self, request: Request, count: int, draft: _Draft) -> bool:
-        """See that `count` blocks are available to a running request. False: it had to go itself."""
-        while self._num_available(request) < count:
-            victim = self._next_victim()
+    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+        """See that a running request can have blocks for so many tokens. False: it had to go itself."""
+        while self._num_lacking(request, num_tokens) > 0:
+            victim = self._next_victim(request)
             self._preempt(victim)
             draft.preempted = True
             if victim is request:
                 return False
         return True
 
-    def _next_victim(self) -> Request:
-        holder = self._next_holder(None)
+    def _num_lacking(self, request: Request, num_tokens: int) -> int:
+        """How many more blocks must become available to a running request for so many tokens."""
+        timeline = request.timeline
+        wanted = self._missing_blocks(request, num_tokens) + self._shares_block_at(
+            timeline, timeline.next_start
+        )
+        return wanted - self._num_available(request)
+
+    def _next_victim(self, request: Request) -> Request:
+        """Who gives up its blocks for a running request."""
+        holder = self._next_holder(request, self._what_stays_held(request)) if self._holders else None
         return self.running[-1] if holder is None else holder
 
-    def _next_holder(self, spared: Request | None) -> Request | None:
-        """Of the requests that hold blocks without running: the longest idle, else the last one waiting."""
+    def _what_stays_held(self, request: Request, hits: Sequence[int] = ()) -> set[int]:
+        """Blocks with which others that do not run help nobody if they give them up: this request or one that runs
+        holds them as well. Not among them is what this one writes next, which it must not share."""
+        timeline = request.timeline
+        stays = set(timeline.blocks).union(hits)
+        next_block = self._block_at(timeline, timeline.next_start)
+        if next_block is not None:
+            stays.remove(next_block)
+        return stays.union(*(each.timeline.blocks for each in self.running if each is not request))
+
+    def _next_holder(self, request: Request, stays: set[int]) -> Request | None:
+        """Who gives up its blocks first, of those that hold some without running: the longest idle, else the last one
+        waiting. Nobody does in vain."""
         waiting: Request | None = None
         for holder in self._holders:
-            if holder is spared:
+            if holder is request or stays.issuperset(holder.timeline.blocks):
                 continue
             if holder.state is State.IDLE:
                 return holder
@@ -204,9 +241,14 @@ class Scheduler:
         else:
             self.pool.unpublish(block)
 
-    def _shares_block_at(self, timeline: Timeline, position: int) -> bool:
+    def _block_at(self, timeline: Timeline, position: int) -> int | None:
+        """Where this position's KV is, or is written next."""
         index = position // self._block_size
-        return index < len(timeline.blocks) and self.pool.is_shared(timeline.blocks[index])
+        return timeline.blocks[index] if index < len(timeline.blocks) else None
+
+    def _shares_block_at(self, timeline: Timeline, position: int) -> bool:
+        block = self._block_at(timeline, position)
+        return block is not None and self.pool.is_shared(block)
 
     # --- the step ---------------------------------------------------------------------------------------------
 
@@ -280,8 +322,7 @@ class Scheduler:
                 num_drafts = max(0, min(num_drafts, slots - end))
                 propose -= lookahead
                 reach = end + num_drafts
-                missing = self._missing_blocks(request, reach) + owed
-                if not self._make_room(request, missing, draft):
+                if not self._make_room(request, reach, draft):
                     return
             self._own_block_at(timeline, start, draft)
             self._grow(timeline, reach)
@@ -332,6 +373,7 @@ class Scheduler:
     ) -> None:
         """Write one request's part into the step and into its timeline."""
         timeline, turn = request.timeline, request.turn
+        assert num_tokens > 0, "a part has an input"
         end = start + num_tokens
         samples = after is not None or (turn is not None and end == len(timeline.tokens))
         sampling = turn.sampling if turn is not None and samples else None
@@ -387,7 +429,8 @@ class Scheduler:
             self._holders.pop(request, None)
             request.state = State.RUNNING
             insort(self.running, request, key=self.key)
-            self._plan_prefill(request, draft)
+            if request.timeline.next_start < request.target:  # else all that is left flies already
+                self._plan_prefill(request, draft)
 
     def _first_waiting(self) -> Request | None:
         while self._waiting:
@@ -398,21 +441,29 @@ class Scheduler:
         return None
 
     def _fit(self, request: Request) -> bool:
-        """Admit this one if it fits: attach its prefix hits and reserve the rest. Idle KV gives way."""
+        """Admit this one if it fits: attach its prefix hits and reserve the rest. Idle KV gives way, if that helps."""
         timeline = request.timeline
         reserve = min(len(timeline.tokens) + self.margin, self.config.max_model_len)
-        while True:
-            hits = [] if timeline.blocks else self._cached_blocks(request)
-            missing = self._missing_blocks(request, reserve) - len(hits)
-            missing += self._shares_block_at(timeline, timeline.next_start)
+        hits = [] if timeline.blocks else self._cached_blocks(request)
+        num_new = self._missing_blocks(request, reserve) - len(hits)
+
+        def num_lacking() -> int:
             free = self.pool.num_free - self.pool.count_cached_free(hits) - self.num_reserved
-            if missing <= free:
-                break
+            return num_new + self._shares_block_at(timeline, timeline.next_start) - free
+
+        if num_lacking() > 0:
             held = sum(len(holder.timeline.blocks) for holder in self._holders if holder is not request)
-            victim = self._next_holder(request)
-            if victim is None or missing > free + held:
+            if (
+                num_lacking() > held
+            ):  # most often there is nothing to take, and that is seen without a look at blocks
                 return False
-            self._preempt(victim)
+            stays = self._what_stays_held(request, hits)
+            if not self._would_fit(request, num_new, stays):
+                return False
+            while num_lacking() > 0:
+                victim = self._next_holder(request, stays)
+                assert victim is not None, "it would fit"
+                self._preempt(victim)
         if hits:
             self.pool.acquire(hits)
             timeline.adopt(hits, len(hits) * self.config.block_size)
@@ -422,6 +473,13 @@ class Scheduler:
         request.reserve = reserve
         self._reserving[request] = None
         return True
+
+    def _would_fit(self, request: Request, num_new: int, stays: set[int]) -> bool:
+        """Whether so many new blocks are there when all that neither runs nor is this request gives up its own."""
+        timeline = request.timeline
+        # The block that it writes next stays its own, or somebody who runs has it, and it needs a copy.
+        num_next = self._block_at(timeline, timeline.next_start) is not None
+        return num_new + num_next <= self.pool.num_blocks - len(stays) - self.num_reserved
 
     def _cached_blocks(self, request: Request) -> list[int]:
         """The longest cached prefix that leaves a token to compute. Scored prompts are computed whole."""

@@ -132,7 +132,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     step: int
     seqs: list[SeqStep]
     copies: Sequence[tuple[int, int]] = ()
-    """(source, destination) block ids, copied before anything is computed."""
+    """(source, destination) block ids, copied before anything is computed, in this order; also when all sequences of
+    the step come back with errors."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -220,6 +221,8 @@ class StepResult(msgspec.Struct):
     step: int
     seqs: list[SeqResult]
     """In the order of the plan's."""
+    lost: Sequence[int] = ()
+    """Blocks that the step was to fill, by copies, and has not: what they hold means nothing."""
 
 
 class Runtime(Protocol):
@@ -234,8 +237,8 @@ class Runtime(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. An exception fails every sequence in the step (`StepFailed` upwards); parts of later
-        steps that refer to a failed one come back with `error` set."""
+        """Run one step. An exception fails every sequence in the step, and its copies count as not done; parts of
+        later steps that refer to a failed one come back with `error` set."""
         ...
 
     def close(self) -> None: ...
