@@ -17,6 +17,8 @@ Messages are one line: what is wrong, then what to do about it. What they repeat
 
 import logging
 
+from segue.display import escape
+
 MAX_SHOWN_CHARS = 80
 """Of a value that a message repeats."""
 MAX_WHY_CHARS = 500
@@ -25,9 +27,12 @@ log = logging.getLogger("segue")
 
 
 class SegueError(Exception):
-    """Base of every error that is meant for a user."""
+    """Base of every error that is meant for a user. What in its message is not printable is escaped."""
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(escape(" ".join(message.splitlines())))
 
 
 class UsageError(SegueError):

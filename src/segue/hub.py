@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Protocol
 
+from segue.display import show_name, show_path
 from segue.errors import DownloadError, ModelFileError
-from segue.weights.display import show_name, show_path
 
 Progress = Callable[[int, int], None]
 """Called now and then with the bytes fetched so far and the bytes in all."""

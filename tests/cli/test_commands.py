@@ -1,5 +1,6 @@
 """The command in this process: what it prints, and what it says to bad input."""
 
+import contextlib
 import io
 import json
 import sys
@@ -10,10 +11,13 @@ import pytest
 
 from segue import __version__
 from segue.cli import main as main_module
-from segue.cli.main import one_line, run_command
+from segue.cli.main import run_command
+from segue.cli.output import print_json, write_answer
 from segue.cli.table import format_table
+from segue.display import one_line
 from segue.llm import LLM
 from tests.weights.make_gguf import tiny_llama
+from tests.weights.raw_gguf import STRING, entry, gguf, string
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -253,6 +257,29 @@ def test_inspect_does_not_steer_the_terminal(segue: Command, tmp_path: Path) -> 
     assert "\x1b" not in out
     assert r"\x1b[2J\nboo" in out
     assert "characters)" in out
+    path.write_bytes(gguf([entry("general.architecture", STRING, string("evil\x1b[2J\0\u202e"))]))
+    for arguments in (("inspect",), ("inspect", "--json"), ("run", "--raw")):
+        _, out, err = segue(arguments[0], str(path), *arguments[1:], *["hi"] * (arguments[0] == "run"))
+        assert "evil" in out + err
+        assert all(line.isprintable() for line in (out + err).splitlines())
+
+
+def test_what_a_model_writes_does_not_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    text = "a\tb\n\x1b]0;x\x07\x9b2J\r\0\x7f\u200dשלום 👩\u200d🚀"
+    terminal = Terminal()
+    with contextlib.redirect_stdout(terminal):
+        write_answer(text)
+    assert terminal.getvalue() == "a\tb\n\\x1b]0;x\\x07\\x9b2J\\r\\x00\\x7f\u200dשלום 👩\u200d🚀"
+    write_answer(text)
+    print_json({"text": text})
+    written, as_json = capsys.readouterr().out.split("{", 1)
+    assert written == text
+    assert "\x7f" not in as_json
+    assert json.loads("{" + as_json) == {"text": text}
 
 
 def test_bench_measures(segue: Command, tiny_path: Path) -> None:

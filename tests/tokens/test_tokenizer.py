@@ -181,6 +181,7 @@ DAMAGE: list[tuple[str, object, str]] = [
     ("tokenizer.ggml.merges", [*MERGES, " b"], "not two tokens"),
     ("tokenizer.ggml.merges", [*MERGES, "a nosuch"], "nosuch"),
     ("tokenizer.ggml.merges", [*MERGES, "a z"], "az"),
+    ("tokenizer.ggml.merges", [*MERGES, "\x1b[2J \0"], r"\\x1b\[2J"),
     ("tokenizer.ggml.bos_token_id", len(TOKENS), "no id"),
     ("tokenizer.ggml.eos_token_id", -1, "no id"),
     ("tokenizer.ggml.eos_token_id", "2", "must be an integer"),

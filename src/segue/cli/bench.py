@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from segue.args import EngineArgs
+from segue.cli.output import print_json
 from segue.cli.table import format_table
 from segue.errors import CapacityError
 from segue.llm import LLM
@@ -61,7 +62,7 @@ def bench(args: EngineArgs, workload: Workload, *, repeat: int, as_json: bool) -
             )
         measurements = measure(llm, workload, repeat=repeat)
     if as_json:
-        print(msgspec.json.encode({"model": args.model, "measurements": measurements}).decode())
+        print_json({"model": args.model, "measurements": measurements})
         return
     rows = [
         (

@@ -4,10 +4,11 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from segue.cli.main import one_line
+from segue.cli.output import tell
 from segue.cli.talk.backend import ChatBackend
 from segue.cli.talk.conversation import Conversation
 from segue.cli.talk.terminal import line_history, read_entry
+from segue.display import one_line
 from segue.errors import RequestFailed, UsageError
 from segue.sample.params import SamplingParams
 
@@ -41,7 +42,7 @@ def _talk(backend: ChatBackend, params: SamplingParams, system: str | None) -> N
     conversation = Conversation(backend, params, system)
     with line_history() if is_interactive else nullcontext():
         if is_interactive:
-            print(f"{backend.model}: /help shows the commands.", file=sys.stderr)
+            tell(f"{backend.model}: /help shows the commands.")
         while _take_next(conversation, is_interactive=is_interactive):
             pass
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
+from segue.cli.output import print_json
 from segue.cli.table import format_table
+from segue.display import escape
 from segue.hub import resolve_model
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile
@@ -15,20 +15,23 @@ _LONGEST_VALUE = 80
 def inspect(name: str, *, as_json: bool) -> None:
     """Prints metadata and tensors."""
     file = load_gguf(resolve_model(name))
-    print(_as_json(file) if as_json else _as_text(file))
+    if as_json:
+        print_json(_record(file))
+    else:
+        print(_as_text(file))
 
 
 def _as_text(file: ModelFile) -> str:
     metadata = format_table(
         ("key", "value"),
-        [(_printable(key), _shortened(value)) for key, value in file.metadata.items()],
+        [(escape(key), _shortened(value)) for key, value in file.metadata.items()],
         right=frozenset(),
     )
     tensors = format_table(
         ("tensor", "type", "shape", "bytes"),
         [
             (
-                _printable(tensor.name),
+                escape(tensor.name),
                 tensor.type.name,
                 "x".join(map(str, tensor.shape)),
                 f"{tensor.data.nbytes:,}",
@@ -39,14 +42,14 @@ def _as_text(file: ModelFile) -> str:
     )
     num_elements = sum(_num_elements(tensor.shape) for tensor in file.tensors.values())
     summary = (
-        f"{_printable(file.path)}: {file.architecture}, {num_elements / 1e6:,.1f} M elements in "
+        f"{escape(file.path)}: {escape(file.architecture)}, {num_elements / 1e6:,.1f} M elements in "
         f"{len(file.tensors)} tensors, {file.size_bytes:,} bytes"
     )
     return f"{summary}\n\n{metadata}\n\n{tensors}"
 
 
-def _as_json(file: ModelFile) -> str:
-    record = {
+def _record(file: ModelFile) -> dict[str, object]:
+    return {
         "path": file.path,
         "architecture": file.architecture,
         "size_bytes": file.size_bytes,
@@ -64,7 +67,6 @@ def _as_json(file: ModelFile) -> str:
             for tensor in file.tensors.values()
         ],
     }
-    return msgspec.json.encode(record).decode()
 
 
 def _shortened(value: object) -> str:
@@ -72,13 +74,8 @@ def _shortened(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         beginning = ", ".join(_shortened(entry) for entry in value[:4])
         return f"[{beginning}{', ...' if len(value) > 4 else ''}] ({len(value):,})"
-    text = _printable(value) if isinstance(value, str) else str(value)
+    text = escape(value) if isinstance(value, str) else str(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text):,} characters)"
-
-
-def _printable(text: str) -> str:
-    """A file's text can hold anything, such as codes that steer a terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def _num_elements(shape: tuple[int, ...]) -> int:

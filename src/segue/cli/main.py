@@ -16,6 +16,8 @@ import time
 import warnings
 from typing import TextIO
 
+from segue.display import one_line
+
 START_S = time.perf_counter()
 """When the command began, for "time to first token"."""
 
@@ -96,9 +98,3 @@ def _report(error: Exception) -> int:
         traceback.print_exception(error)
     print(f"segue: error: {one_line(message)}", file=sys.stderr)
     return code
-
-
-def one_line(message: str) -> str:
-    """The message without line breaks and without characters that steer a terminal."""
-    joined = " ".join(message.split())
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in joined)

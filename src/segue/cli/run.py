@@ -7,6 +7,7 @@ import msgspec
 
 from segue.args import EngineArgs
 from segue.cli.main import START_S
+from segue.cli.output import print_json, write_answer
 from segue.cli.parse import read_prompt
 from segue.engine.outputs import FinishReason
 from segue.errors import RequestFailed
@@ -75,14 +76,13 @@ def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> 
     with llm.stream(prompt, params) as stream:
         for delta in stream:
             if show and params.n == 1:
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
+                write_answer(delta.text)
         output = stream.output
     if show and params.n == 1:
         print(flush=True)
     elif show:
         for answer in output.outputs:
-            print(f"--- {answer.index}\n{answer.text}", flush=True)
+            write_answer(f"--- {answer.index}\n{answer.text}\n")
     return output
 
 
@@ -98,4 +98,4 @@ def _write_json(args: EngineArgs, text: str, output: RequestOutput, loaded_s: fl
             "tokens_per_second": tokens_per_second(output),
         },
     }
-    print(msgspec.json.encode(record).decode())
+    print_json(record)

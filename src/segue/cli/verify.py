@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from segue.args import KVCacheDtype, RuntimeName
+from segue.cli.output import print_json
+from segue.display import escape
 from segue.errors import FailedError
 from segue.verify.cases import Scope
 from segue.verify.matrix import Report, Run, Verification
@@ -59,7 +61,7 @@ def verify(
         with _progress(1 + len(verification.combinations)) as done:
             report = verification.run(model, done)
     if as_json:
-        print(msgspec.json.encode(msgspec.to_builtins(report) | {"ok": report.ok}).decode())
+        print_json(msgspec.to_builtins(report) | {"ok": report.ok})
     else:
         _print(report)
     check(report)
@@ -102,10 +104,10 @@ def _progress(num_runs: int) -> Iterator[Callable[[str], None]]:
 def _print(report: Report) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)
-    console.print(f"{report.model}: {report.plain}, seed {report.seed}", soft_wrap=True)
+        console = Console(highlight=False, markup=False, emoji=False, width=200)
+    console.print(f"{escape(report.model)}: {report.plain}, seed {report.seed}", soft_wrap=True)
     _print_modes(console, report)
     pairs = {frozenset(run.modes): run for run in report.runs if len(run.modes) == 2}
     if pairs:

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
+from segue.display import show_name, show_path
 from segue.errors import ModelFileError
 from segue.models import llama
 from segue.models.program import Program
-from segue.weights.display import show_name, show_path
 from segue.weights.model_file import ModelFile
 
 _FAMILIES: dict[str, Callable[[ModelFile], Program]] = {"llama": llama.build}

@@ -2,8 +2,8 @@
 
 import math
 
+from segue.display import show_name, show_path, show_value
 from segue.errors import ModelFileError
-from segue.weights.display import show_name, show_path, show_value
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 
 FLOATS = (TensorType.F32, TensorType.F16, TensorType.BF16)

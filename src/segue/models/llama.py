@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from segue.display import show_name
 from segue.models.checked import CheckedModel
 from segue.models.program import Attention, Embed, Linear, Logits, Op, Program, RMSNorm, SiluMul
-from segue.weights.display import show_name
 from segue.weights.model_file import ModelFile, TensorType
 
 _MAX_COUNT = 2**31 - 1

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from segue import _native
 from segue._native import available_cpus as available_cpus
+from segue.display import show_path
 from segue.errors import ModelFileError, ParameterError
 from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
 from segue.runtime.contract import ForwardResult, SeqStep, TokenLogprobs
-from segue.weights.display import show_path
 from segue.weights.model_file import ModelFile
 
 ISA_VARIABLE: Final = "SEGUE_ISA"

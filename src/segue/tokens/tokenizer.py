@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
+from segue.display import show_path
 from segue.errors import ModelFileError, ParameterError
 from segue.tokens.byte_level import token_to_bytes
 from segue.tokens.vocabulary import Vocabulary, read_vocabulary
-from segue.weights.display import show_path
 from segue.weights.model_file import ModelFile
 
 if TYPE_CHECKING:

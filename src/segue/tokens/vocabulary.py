@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import cast
 
+from segue.display import show_name, show_path
 from segue.errors import ModelFileError
 from segue.tokens.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from segue.weights.display import show_name, show_path
 from segue.weights.model_file import ModelFile
 
 _KEYS = "tokenizer.ggml."

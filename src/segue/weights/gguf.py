@@ -30,8 +30,8 @@ from typing import Final
 
 import numpy as np
 
+from segue.display import show_name, show_path
 from segue.errors import ModelFileError
-from segue.weights.display import show_name, show_path
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 
 MAGIC: Final = b"GGUF"

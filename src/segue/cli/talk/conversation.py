@@ -1,12 +1,12 @@
 """The turns of a conversation, and its `/` commands. Answers go to stdout, all else to stderr."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from segue.cli.output import tell, write_answer
 from segue.cli.talk.backend import ChatBackend, Reply, ReplyEnd, Turn
 from segue.cli.talk.terminal import Entry
 from segue.errors import RequestFailed, UsageError
@@ -37,7 +37,7 @@ class Conversation:
         self._system = system
         self._turns: list[Turn] = []
         self._commands: dict[str, Callable[[], None]] = {
-            "/help": lambda: _tell(HELP),
+            "/help": lambda: tell(HELP),
             "/reset": self._reset,
             "/undo": self._undo,
             "/retry": self._retry,
@@ -93,7 +93,7 @@ class Conversation:
                 self._backend.undo()
             raise
         if not reply.is_begun:
-            _tell("\nstopped: the turn is forgotten")
+            tell("\nstopped: the turn is forgotten")
             return
         with DeferredInterrupt():
             self._settle(Turn(text=text, answer="".join(shown), stats=reply.stats, seed=seed))
@@ -104,7 +104,7 @@ class Conversation:
         print(" ..." if is_stopped else "", flush=True)
         if is_stopped and not turn.answer:
             self._backend.undo()
-            _tell("stopped before the answer began: the turn is forgotten")
+            tell("stopped before the answer began: the turn is forgotten")
         else:
             self._turns.append(turn)
 
@@ -134,12 +134,12 @@ class Conversation:
     def _undo(self) -> None:
         last = self._last()
         self._forget_last()
-        _tell(f"forgotten: {_shortened(last.text)}")
+        tell(f"forgotten: {_shortened(last.text)}")
 
     def _retry(self) -> None:
         last = self._last()
         if self._params.temperature == 0:
-            _tell("the temperature is 0, so the answer is the same: --temperature 0.7 draws another one")
+            tell("the temperature is 0, so the answer is the same: --temperature 0.7 draws another one")
         self._forget_last()
         self._say(last.text, (last.seed + 1) % 2**63)
 
@@ -153,7 +153,7 @@ class Conversation:
         limit = self._backend.max_model_len
         history = f"history {stats.num_prompt_tokens + stats.num_tokens:,}"
         parts.append(f"{history} tokens" if limit is None else f"{history} of {limit:,} tokens")
-        _tell(" | ".join(parts))
+        tell(" | ".join(parts))
 
     def _save(self, argument: str | None) -> None:
         if argument is None:
@@ -167,7 +167,7 @@ class Conversation:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise UsageError(f"{argument} cannot be written: {reason}") from None
-        _tell(f"{len(messages)} messages in {path}")
+        tell(f"{len(messages)} messages in {path}")
 
 
 def _show(reply: Reply, shown: list[str]) -> None:
@@ -184,12 +184,7 @@ def _show(reply: Reply, shown: list[str]) -> None:
 def _write(piece: str, shown: list[str]) -> None:
     if piece:
         shown.append(piece)
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
+        write_answer(piece)
 
 
 def _shortened(text: str, length: int = 60) -> str:

@@ -13,8 +13,8 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from segue.cli.main import one_line
 from segue.cli.talk.backend import Reply, ReplyClock, ReplyEnd, ReplyStats, Turn
+from segue.display import one_line
 from segue.errors import FailedError, ParameterError, RequestFailed, UsageError
 from segue.interrupts import DeferredInterrupt
 from segue.sample.params import SamplingParams
