@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from segue.engine.outputs import EngineOutput, FinishReason
-from segue.errors import EngineDead, RequestFailed
+from segue.errors import EngineDead, RequestFailed, describe
 from segue.output_processor import OutputProcessor
 from segue.outputs import CompletionOutput, Delta
 from segue.sample.params import SamplingParams
@@ -36,7 +36,7 @@ class AnswerSoFar:
         try:
             processed = self._processor.process([output])
         except Exception as error:
-            self.fail(RequestFailed(f"the answer could not be read: {type(error).__name__}: {error}"))
+            self.fail(RequestFailed(f"the answer could not be read: {describe(error)}"))
             return output.finish_reason is None
         self._waiting += processed.deltas
         self._on_news()
