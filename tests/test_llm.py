@@ -154,6 +154,25 @@ def test_stream_that_is_left_early_aborts(tiny_llm: LLM) -> None:
     assert texts(tiny_llm, ["the hen"], GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("name", "most", "too_many"),
+    [
+        ("n", 1024, 1025),
+        ("logprobs", 1024, 1025),
+        ("stop", ["a"] * 64, ["a"] * 65),
+        ("stop", ["a" * 2048] * 2, ["a" * 2048, "a" * 2049]),
+        ("stop_token_ids", [1] * 1024, [1] * 1025),
+        ("logit_bias", dict.fromkeys(range(1024), 1.0), dict.fromkeys(range(1025), 1.0)),
+    ],
+)
+def test_limits_of_parameters(name: str, most: Any, too_many: Any) -> None:
+    assert getattr(SamplingParams(**{name: most}), name) == most
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**{name: too_many})
+    assert caught.value.parameter == name
+    assert len(str(caught.value)) < 200
+
+
 def test_default_parameters_and_no_prompts(tiny_llm: LLM) -> None:
     assert tiny_llm.generate([], use_tqdm=False) == []
     assert len(tiny_llm.generate("the", use_tqdm=False)[0].outputs[0].token_ids) <= 16

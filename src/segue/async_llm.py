@@ -161,6 +161,11 @@ class AsyncLLM:
             self._tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools
         )
 
+    @property
+    def num_open_requests(self) -> int:
+        """Those of `generate`, `deltas` and `chat` that have not ended."""
+        return len(self._answers)
+
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
 

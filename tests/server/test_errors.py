@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from segue.server.options import ServerOptions
+from segue.tokens import Tokenizer
 from tests.server.conftest import CONTEXT, Scripted
 from tests.server.running import RunningServer, read_events, serve_process
 from tests.weights.make_gguf import tiny_llama
@@ -15,6 +16,7 @@ from tests.weights.make_gguf import tiny_llama
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
+LOGPROBS = "message.output_text.logprobs"
 HELLO = [{"role": "user", "content": "hen"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 
@@ -46,6 +48,16 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": [-1]}, "prompt"),
         (COMPLETIONS, {"prompt": [True]}, "prompt[0]"),
         (COMPLETIONS, {"prompt": ["a"] * 3000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a"] * 20, "n": 128}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["b"] * 65}, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": "b" * 4097}, "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": dict.fromkeys(range(1025), 1)}, "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": [5] * 10_000, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt": [[5] * 1000] * 20, "echo": True, "logprobs": 1, "n": 6}, "prompt_logprobs"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": -5}, "max_tokens"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
@@ -75,6 +87,11 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         (COMPLETIONS, {"prompt": "a", "model": "gpt-4"}, "model"),
         (COMPLETIONS, {"prompt": "a", "model": 4}, "model"),
         (CHAT, {}, "messages"),
+        (CHAT, {"messages": HELLO * 4097}, "messages"),
+        (CHAT, {"messages": HELLO, "tools": [TOOL] * 1025}, "tools"),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "prompt_logprobs": 21}, "prompt_logprobs"),
+        (RESPONSES, {"input": "a", "include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "hi"}, "messages"),
         (CHAT, {"messages": ["hi"]}, "messages[0]"),
@@ -194,6 +211,48 @@ def test_prompts_that_can_never_fit(server: RunningServer) -> None:
             assert "max_model_len" not in error["message"]  # the model has no more
         response = client.post(CHAT, json={"messages": [{"role": "user", "content": "hen " * 20_000}]})
         assert error_of(response)["code"] == "context_length_exceeded"
+
+
+LONG = "a" * 1_200_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        (COMPLETIONS, {"prompt": ["a"] * 20_000}, "2048 answers"),
+        (COMPLETIONS, {"prompt": LONG}, "maximum context length"),
+        (COMPLETIONS, {"prompt": LONG, "truncate_prompt_tokens": 5}, "limit is 1,048,576"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "--max-logprobs=20"),
+        (COMPLETIONS, {"prompt": "a", "stop": "b" * 5000}, "4,096"),
+        (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "maximum context length"),
+        (CHAT, {"messages": HELLO, "tools": [{**TOOL, "more": None}] * 2000}, "limit is 1,024"),
+        (RESPONSES, {"input": LONG}, "maximum context length"),
+        ("/tokenize", {"prompt": LONG}, "limit is 1,048,576"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+            "limit is 1,048",
+        ),
+    ],
+)
+def test_limits_are_looked_at_before_work_is_done(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], why: str
+) -> None:
+    encoded: list[int] = []
+    encode = Tokenizer.encode
+
+    def count(tokenizer: Tokenizer, text: str, **options: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(tokenizer, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", count)
+    with scripted.server.client() as client:
+        response = client.post(path, json=body)
+        assert response.status_code == 400
+        assert why in error_of(response)["message"]
+        assert encoded == []
+        client.post("/tokenize", json={"prompt": "a"})
+        assert encoded == [1]
 
 
 def test_prompts_that_a_flag_lets_in(tmp_path: Path) -> None:

@@ -304,3 +304,27 @@ def test_one_id_in_log_header_and_answer(tmp_path: Path, tiny_path: Path) -> Non
                     assert own == (field or given or own)
         client.get("/a%0Ab")
         assert "GET /a%0Ab 404" in server.log
+
+
+def test_more_requests_than_may_wait(tmp_path: Path, long_path: Path) -> None:
+    flags = ("--max-num-seqs", "1", "--max-queue", "1", "--max-model-len", str(CONTEXT))
+    body = {"prompt": "a", "max_tokens": 2}
+    with serve_process(tmp_path / "log", long_path, *flags) as server, server.client() as client:
+        connections = [send(server, {**ENDLESS, "stream": True}) for _ in range(2)]
+        until(lambda: client.post("/v1/completions", json=body).status_code == 429)
+        messages = [{"role": "user", "content": "a"}]
+        for path, asked in (
+            ("/v1/completions", body),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/responses", {"input": "a"}),
+        ):
+            refused = client.post(path, json=asked)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) > 0
+            assert refused.json()["error"]["code"] == "queue_full"
+            assert "--max-queue" in refused.json()["error"]["message"]
+        assert client.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        assert client.get("/health").status_code == 200
+        for connection in connections:
+            connection.close()
+        until(lambda: client.post("/v1/completions", json=body).status_code == 200)

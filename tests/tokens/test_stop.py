@@ -49,3 +49,11 @@ def _first_match(stops: list[str], text: str) -> StopMatch | None:
 def _held(stops: list[str], text: str) -> int:
     prefixes = [stop[:n] for stop in stops for n in range(1, len(stop))]
     return max((len(prefix) for prefix in prefixes if text.endswith(prefix)), default=0)
+
+
+def test_answers_to_a_request_share_what_finds_their_stops() -> None:
+    one, other = StopMatcher(["ab", "b"]), StopMatcher(("ab", "b"))
+    assert one._automaton is other._automaton
+    assert one.feed("a") is None
+    assert other.feed("b") == StopMatch("b", 0, 1)
+    assert one.feed("b") == StopMatch("ab", 0, 2)

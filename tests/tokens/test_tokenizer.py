@@ -1,6 +1,8 @@
 """Encoding and decoding: round trips, special tokens, damaged files."""
 
+import threading
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from segue.errors import ModelFileError, ParameterError
 from segue.tokens import Tokenizer
 from segue.tokens.byte_level import token_to_bytes
 from segue.tokens.pre_tokenizers import PRE_TOKENIZERS
+from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 from tests.tokens.small import BYTES, KINDS, MERGES, TOKENS, metadata, small_tokenizer
 
@@ -220,3 +223,23 @@ def _with_pre(pre: str) -> Tokenizer:
 
 def _texts(tokenizer: Tokenizer, text: str, tokens: list[str] | None = None) -> list[str]:
     return [(tokens or [*TOKENS, "to"])[i] for i in tokenizer.encode(text)]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tiny_path: Path) -> None:
+    tokenizer = Tokenizer.from_model(load_gguf(tiny_path))
+    text = "the hen said on and on, " * 15_000
+    num_ticks, is_over = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        while not is_over.wait(0.0005):
+            num_ticks += 1
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    before = num_ticks
+    tokenizer.encode(text)
+    during = num_ticks - before
+    is_over.set()
+    ticker.join()
+    assert during > 5

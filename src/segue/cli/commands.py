@@ -449,7 +449,12 @@ def serve(
             "*: any. May be repeated.",
         ),
     ] = None,
-    max_request_bytes: Annotated[int, typer.Option(help="The largest request.")] = 16 << 20,
+    max_request_bytes: Annotated[int, typer.Option(help="The largest request.")] = 4 << 20,
+    max_logprobs: Annotated[int, typer.Option(help="The most logprobs of a token.")] = 20,
+    max_queue: Annotated[
+        int,
+        typer.Option(help="Requests that may wait beside --max-num-seqs; more are told to come again: 429."),
+    ] = 1024,
     ssl_keyfile: Annotated[
         str | None, typer.Option(metavar="PATH", show_default=False, help="For TLS, as PEM.")
     ] = None,
@@ -547,6 +552,8 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         allowed_hosts=tuple(allowed_host or ()),
         max_request_bytes=max_request_bytes,
+        max_logprobs=max_logprobs,
+        max_queue=max_queue,
         ssl_keyfile=ssl_keyfile,
         ssl_certfile=ssl_certfile,
         shutdown_timeout_s=shutdown_timeout,

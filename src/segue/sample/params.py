@@ -12,7 +12,14 @@ from segue.runtime.contract import Sampling
 if TYPE_CHECKING:
     from segue.sample.grammar import GrammarValue
 
+# What a request may ask for at most. Whoever asks for more is told so before any work is done.
+MAX_N = 1024
 MAX_LOGPROBS = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARS = 4096
+"""Of all stop strings together."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """What the answer must match."""
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, low=1)
+        _check_int("n", self.n, low=1, high=MAX_N)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, low=1)
         _check_int("min_tokens", self.min_tokens, low=0)
@@ -122,9 +129,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_logit_bias()
 
     def _check_stops(self) -> None:
+        _check_count("stop", len(self.stop_strings), MAX_STOPS, "stop strings")
         for string in self.stop_strings:
             if not isinstance(string, str) or not string:
                 raise ParameterError("stop", self.stop, "must be a non-empty string or a list of them")
+        num_chars = sum(map(len, self.stop_strings))
+        _check_count("stop", num_chars, MAX_STOP_CHARS, "characters in all stop strings together")
+        _check_count("stop_token_ids", len(self.stop_token_ids or ()), MAX_STOP_TOKEN_IDS, "ids")
         for token in self.stop_token_ids or ():
             _check_int("stop_token_ids", token, low=0)
 
@@ -133,6 +144,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             return
         if not isinstance(self.logit_bias, dict):
             raise ParameterError("logit_bias", self.logit_bias, "must be a dict from token id to bias")
+        _check_count("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES, "tokens")
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, low=0)
             _check_float("logit_bias", bias, low=-100.0, high=100.0)
@@ -194,6 +206,11 @@ def _check_int(name: str, value: object, *, low: int, high: int | None = None) -
         raise ParameterError(
             name, value, f"must be at least {low}" if high is None else f"must be in [{low}, {high}]"
         )
+
+
+def _check_count(name: str, count: int, limit: int, of: str) -> None:
+    if count > limit:
+        raise ParameterError(name, "…", f"has {count:,} {of}; the limit is {limit:,}")
 
 
 def _check_float(

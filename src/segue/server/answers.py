@@ -24,7 +24,8 @@ class Answers:
     def __init__(
         self, serving: Serving, prompts: Sequence[EncodedPrompt], params: SamplingParams, *, priority: int = 0
     ) -> None:
-        """Raises ParameterError, CapacityError or EngineDead; then nothing was started."""
+        """Raises ParameterError, CapacityError, EngineDead or HttpError; then nothing was started."""
+        serving.check_room()
         self.prompts = prompts
         self.params = params
         self._metrics = serving.metrics

@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: a conversation is answered."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
@@ -10,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.errors import ParameterError
-from segue.outputs import CompletionOutput, Delta
+from segue.outputs import CompletionOutput, Delta, RequestOutput
 from segue.prompts import EncodedPrompt
 from segue.sample.params import SamplingParams
 from segue.server.answers import Answers
@@ -18,7 +19,8 @@ from segue.server.body import Unsupported, read_body
 from segue.server.errors import fields_named
 from segue.server.events import EventStream, json_when_done, until_done
 from segue.server.logprobs import ChatLogprobs, Entry, LogprobWriter, PromptLogprob, prompt_logprobs
-from segue.server.prompts import encode_messages, truncated
+from segue.server.options import ServerOptions
+from segue.server.prompts import check_prompt_logprobs, encode_messages, truncated
 from segue.server.request_id import answer_id
 from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, CompletionFields, Count
 from segue.server.serving import SYSTEM_FINGERPRINT, Serving, serving_of
@@ -83,7 +85,7 @@ class ChatRequest(CompletionFields, kw_only=True):
     def answer_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, options: ServerOptions) -> SamplingParams:
         """Raises ParameterError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise ParameterError("top_logprobs", self.top_logprobs, "needs logprobs=true")
@@ -91,6 +93,7 @@ class ChatRequest(CompletionFields, kw_only=True):
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         with fields_named({"max_tokens": limit, "logprobs": "top_logprobs"}):
             return self.params(
+                options=options,
                 max_tokens=self.answer_tokens,
                 logprobs=(self.top_logprobs or 0) if self.logprobs else None,
                 prompt_logprobs=self.prompt_logprobs,
@@ -184,18 +187,22 @@ class _Writer:
     async def start(cls, serving: Serving, body: ChatRequest) -> "_Writer":
         """Raises what is wrong with the request."""
         model = serving.check_model(body.model)
+        serving.check_room()
         tools = ToolUse.of(serving, body.tools, body.tool_choice, body.parallel_tool_calls)
-        params = body.sampling_params()
+        params = body.sampling_params(serving.options)
         await check_grammar(params, body.response_format)
         if tools.needs_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         with fields_named({"text": "messages", "prompt_token_ids": "messages"}):
-            prompt = await _encode(serving, body, tools, room=params.max_tokens or 1)
+            prompt = await _encode(serving, body, tools, params)
             answers = Answers(serving, [prompt], params, priority=body.priority or 0)
         return cls(body, model, serving, tools, answers)
 
     async def whole(self) -> ChatCompletion:
         (output,) = await self._answers.outputs()
+        return await asyncio.to_thread(self._completion, output)  # there may be many logprobs
+
+    def _completion(self, output: RequestOutput) -> ChatCompletion:
         completion = ChatCompletion(
             id=self._id,
             created=self._created,
@@ -289,7 +296,9 @@ class _Writer:
         return content if isinstance(content, str) else ""
 
 
-async def _encode(serving: Serving, body: ChatRequest, tools: ToolUse, *, room: int) -> EncodedPrompt:
+async def _encode(
+    serving: Serving, body: ChatRequest, tools: ToolUse, params: SamplingParams
+) -> EncodedPrompt:
     variables = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
         variables["documents"] = body.documents
@@ -301,12 +310,15 @@ async def _encode(serving: Serving, body: ChatRequest, tools: ToolUse, *, room: 
         continue_final_message=bool(body.continue_final_message),
         add_special_tokens=bool(body.add_special_tokens),
         variables=variables,
+        may_be_longer=body.truncate_prompt_tokens is not None,
     )
-    return EncodedPrompt(
+    prompt = EncodedPrompt(
         text=None,
-        token_ids=truncated(serving, ids, body.truncate_prompt_tokens, room),
+        token_ids=truncated(serving, ids, body.truncate_prompt_tokens, params),
         cache_salt=body.cache_salt,
     )
+    check_prompt_logprobs([prompt], params)
+    return prompt
 
 
 def _finish_reason(reason: str, has_calls: bool) -> str:

@@ -1,5 +1,6 @@
 """POST /v1/completions: a prompt is continued."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
@@ -10,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from segue.engine.outputs import FinishReason
-from segue.errors import ParameterError
 from segue.outputs import CompletionOutput, Delta, RequestOutput
 from segue.sample.params import SamplingParams
 from segue.server.answers import Answers
@@ -25,11 +25,11 @@ from segue.server.logprobs import (
     PromptLogprob,
     prompt_logprobs,
 )
+from segue.server.options import ServerOptions
 from segue.server.prompts import Prompts, encode_prompts
 from segue.server.request_id import answer_id
 from segue.server.sampling import (
     IGNORED_SAMPLING,
-    MAX_ANSWERS,
     UNSUPPORTED_SAMPLING,
     CompletionFields,
     Count,
@@ -62,12 +62,13 @@ class CompletionRequest(CompletionFields, kw_only=True):
     def is_only_echo(self) -> bool:
         return bool(self.echo) and self.max_tokens == 0
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, options: ServerOptions) -> SamplingParams:
         """Raises ParameterError."""
         self.check_stream_fields()
         max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         echoed = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         return self.params(
+            options=options,
             max_tokens=1 if self.is_only_echo else max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=echoed,
@@ -127,33 +128,31 @@ class _Writer:
     async def start(cls, serving: Serving, body: CompletionRequest) -> "_Writer":
         """Raises what is wrong with the request."""
         model = serving.check_model(body.model)
-        params = body.sampling_params()
+        serving.check_room()
+        params = body.sampling_params(serving.options)
         await check_grammar(params, body.response_format)
         with fields_named({"text": "prompt", "prompt_token_ids": "prompt"}):
             prompts = await encode_prompts(
                 serving,
                 body.prompt,
                 body,
+                params,
                 add_special_tokens=body.add_special_tokens is not False,
-                room=params.max_tokens or 1,
             )
-            if len(prompts) * params.n > MAX_ANSWERS:
-                raise ParameterError(
-                    "prompt",
-                    f"{len(prompts)} prompts",
-                    f"with n={params.n} are more than {MAX_ANSWERS} answers",
-                )
             answers = Answers(serving, prompts, params, priority=body.priority or 0)
         return cls(body, model, serving, answers)
 
     async def whole(self) -> Completion:
         outputs = await self._answers.outputs()
-        choices = [
+        # There may be many logprobs: not on the event loop.
+        return self._completion(await asyncio.to_thread(self._choices, outputs), self._usage)
+
+    def _choices(self, outputs: Sequence[RequestOutput]) -> list[CompletionChoice]:
+        return [
             self._choice(prompt * self._answers.params.n + answer.index, output, answer)
             for prompt, output in enumerate(outputs)
             for answer in output.outputs
         ]
-        return self._completion(choices, self._usage)
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         usage: Usage | UnsetType | None = None if self._body.include_usage else UNSET

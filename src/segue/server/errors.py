@@ -68,7 +68,10 @@ def error_of(error: Exception) -> tuple[HTTPStatus, ErrorResponse]:
     else:
         log.error("internal error in %s", request_id.current() or "a session", exc_info=error)
         message = "internal error; the server's log has it"
-    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
     return status, ErrorResponse(ErrorObject(message=message, type=kind, param=param, code=code))
 
 

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import msgspec
 
 from segue.errors import ParameterError
+from segue.sample.params import MAX_LOGPROBS
 
 ToolFormat = Literal["hermes", "llama3_json", "mistral"]
 """How a model writes its tool calls; vLLM's names."""
@@ -13,6 +14,9 @@ LogLevel = Literal["error", "warning", "info", "debug"]
 
 DEFAULT_PORT = 8000
 MAX_PORT = 65535
+DEFAULT_MAX_REQUEST_BYTES = 4 << 20
+DEFAULT_MAX_LOGPROBS = 20
+DEFAULT_MAX_QUEUE = 1024
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +35,11 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Origins whose pages may use the server; "*": all."""
     allowed_hosts: tuple[str, ...] = ()
     """Names that clients may reach the server by, beside the machine's own; "*.a.example": all below; "*": any."""
-    max_request_bytes: int = 16 << 20
+    max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    """The most likely tokens that may be asked for at each position, of answers and of prompts."""
+    max_queue: int = DEFAULT_MAX_QUEUE
+    """How many requests may wait beside those that a step has room for; more are told to come again."""
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
     shutdown_timeout_s: float = 10.0
@@ -60,6 +68,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ParameterError("allowed_host", name, "must be a name, without scheme and port")
         if self.max_request_bytes < 1:
             raise ParameterError("max_request_bytes", self.max_request_bytes, "must be positive")
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ParameterError("max_logprobs", self.max_logprobs, f"must be in [0, {MAX_LOGPROBS}]")
+        if self.max_queue < 0:
+            raise ParameterError("max_queue", self.max_queue, "must be 0 or more")
         if not 0 <= self.shutdown_timeout_s < float("inf"):
             raise ParameterError("shutdown_timeout", self.shutdown_timeout_s, "must be 0 or more seconds")
         if not 0 <= self.resume_timeout_s < float("inf"):

@@ -2,17 +2,26 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from segue.engine.check import too_long
-from segue.errors import ParameterError
+from segue.errors import CapacityError, ParameterError
 from segue.llm import Message
 from segue.prompts import EncodedPrompt
+from segue.sample.params import SamplingParams
 from segue.server.sampling import CompletionFields
 from segue.server.serving import Serving
 from segue.tokens.chat import encode_chat, encode_head
 
+MAX_ANSWERS = 2048
+"""Of one request: its prompts times `n`."""
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_TEXT_CHARS = 1 << 20
+"""Of a text that need not fit the model: it is only encoded, or cut."""
+MAX_PROMPT_LOGPROBS = 200_000
+"""In one answer."""
 LONG_TEXT_CHARS = 4096
 """Encoded on a thread of its own, beside the event loop."""
 ALL_THAT_FIT = -1
@@ -25,39 +34,54 @@ Prompts = str | list[str | int | list[int]]
 
 
 async def encode_prompts(
-    serving: Serving, prompts: Prompts, body: CompletionFields, *, add_special_tokens: bool, room: int
+    serving: Serving,
+    prompts: Prompts,
+    body: CompletionFields,
+    params: SamplingParams,
+    *,
+    add_special_tokens: bool,
 ) -> list[EncodedPrompt]:
-    """A completion's prompts. `room` is how many tokens of an answer are to fit behind each.
-
-    Raises ParameterError and CapacityError.
-    """
-    encoded = []
-    for prompt in _listed(prompts):
-        if isinstance(prompt, str):
-            ids = await encode_text(
-                serving,
-                prompt,
-                add_special_tokens=add_special_tokens,
-                may_be_longer=body.truncate_prompt_tokens is not None,
-            )
-            text: str | None = prompt
-        else:
-            ids, text = prompt, None
-        ids = truncated(serving, ids, body.truncate_prompt_tokens, room)
-        encoded.append(EncodedPrompt(text=text, token_ids=ids, cache_salt=body.cache_salt))
-    return encoded
-
-
-async def encode_text(
-    serving: Serving, text: str, *, add_special_tokens: bool, may_be_longer: bool = False
-) -> list[int]:
-    """The ids of a text. One that can never fit is refused before it is encoded, unless it `may_be_longer`."""
-    if not may_be_longer and len(text) > serving.max_model_len * serving.longest_token_bytes:
-        raise too_long(serving.llm.config, f"the prompt has {len(text)} characters")
-    tokenizer = serving.llm.get_tokenizer()
-    return await _beside(
-        len(text), lambda: tokenizer.encode(text, parse_special=True, add_special_tokens=add_special_tokens)
+    """A completion's prompts. Raises ParameterError and CapacityError."""
+    listed = _listed(prompts)
+    if len(listed) * params.n > MAX_ANSWERS:
+        why = f"with n={params.n} are more than {MAX_ANSWERS} answers"
+        raise ParameterError("prompt", f"{len(listed)} prompts", why)
+    texts = [prompt for prompt in listed if isinstance(prompt, str)]
+    encoded = await encode_texts(
+        serving,
+        texts,
+        add_special_tokens=add_special_tokens,
+        may_be_longer=body.truncate_prompt_tokens is not None,
     )
+    of_texts = zip(texts, encoded, strict=True)
+    both = of_texts if texts else ((None, prompt) for prompt in listed if isinstance(prompt, list))
+    made = [
+        EncodedPrompt(
+            text=text,
+            token_ids=truncated(serving, ids, body.truncate_prompt_tokens, params),
+            cache_salt=body.cache_salt,
+        )
+        for text, ids in both
+    ]
+    check_prompt_logprobs(made, params)
+    return made
+
+
+async def encode_texts(
+    serving: Serving, texts: Sequence[str], *, add_special_tokens: bool, may_be_longer: bool = False
+) -> list[list[int]]:
+    """The ids of each. A text that can never fit is refused before it is encoded, unless it `may_be_longer`."""
+    for text in texts:
+        _check_chars(serving, len(text), may_be_longer=may_be_longer)
+    tokenizer = serving.llm.get_tokenizer()
+
+    def encode() -> list[list[int]]:
+        return [
+            tokenizer.encode(text, parse_special=True, add_special_tokens=add_special_tokens)
+            for text in texts
+        ]
+
+    return encode() if sum(map(len, texts)) < LONG_TEXT_CHARS else await asyncio.to_thread(encode)
 
 
 async def encode_messages(
@@ -69,16 +93,32 @@ async def encode_messages(
     continue_final_message: bool = False,
     add_special_tokens: bool = False,
     variables: Mapping[str, Any] | None = None,
+    may_be_longer: bool = False,
 ) -> list[int]:
-    """The ids of a conversation. Raises ParameterError, and ModelFileError if the model has no template."""
+    """The ids of a conversation. Raises ParameterError, CapacityError for one that can never fit (unless it
+    `may_be_longer`), and ModelFileError if the model has no template."""
     tokenizer = serving.llm.get_tokenizer()
     variables = variables or {}
+    for name, count, limit in (
+        ("messages", len(messages), MAX_MESSAGES),
+        ("tools", len(tools or ()), MAX_TOOLS),
+    ):
+        if count > limit:
+            raise ParameterError(name, "…", f"has {count:,} items; the limit is {limit:,}")
     for name in variables:
         if name in RESERVED_VARIABLES or not name.isidentifier():
             raise ParameterError("chat_template_kwargs", name, "is not a variable to set")
-    plain = for_template(messages, tokenizer.chat_template or "")
+    if continue_final_message and (add_generation_prompt or tools or variables):
+        raise ParameterError(
+            "continue_final_message",
+            True,
+            "needs add_generation_prompt=false, and goes with neither tools nor chat_template_kwargs",
+        )
 
     def encode() -> list[int]:
+        num_chars = _num_chars([messages, tools, variables])
+        _check_chars(serving, num_chars, may_be_longer=may_be_longer)
+        plain = for_template(messages, tokenizer.chat_template or "")
         if continue_final_message:
             head, text = encode_head(tokenizer, plain, after=None)
             return head + tokenizer.encode(text + _last_text(plain))
@@ -86,14 +126,20 @@ async def encode_messages(
             tokenizer, plain, add_generation_prompt=add_generation_prompt, tools=tools, **variables
         )
 
-    if continue_final_message and (add_generation_prompt or tools or variables):
-        raise ParameterError(
-            "continue_final_message",
-            True,
-            "needs add_generation_prompt=false, and goes with neither tools nor chat_template_kwargs",
-        )
-    ids = await _beside(sum(_num_chars(message) for message in plain), encode)
+    ids = await asyncio.to_thread(encode)  # a template is a program, however short the messages are
     return tokenizer.encode("", add_special_tokens=True) + ids if add_special_tokens else ids
+
+
+def check_prompt_logprobs(prompts: Sequence[EncodedPrompt], params: SamplingParams) -> None:
+    """Raises ParameterError when there would be more than a server can tell without making others wait."""
+    if params.prompt_logprobs is None:
+        return
+    count = sum(len(prompt.token_ids) for prompt in prompts) * (params.prompt_logprobs + 1) * params.n
+    if count > MAX_PROMPT_LOGPROBS:
+        why = (
+            f"would be {count:,} logprobs, of all tokens of the prompt; the limit is {MAX_PROMPT_LOGPROBS:,}"
+        )
+        raise ParameterError("prompt_logprobs", params.prompt_logprobs, why)
 
 
 def for_template(messages: Sequence[Message], template: str) -> list[dict[str, object]]:
@@ -118,7 +164,7 @@ def for_template(messages: Sequence[Message], template: str) -> list[dict[str, o
     return plain
 
 
-def truncated(serving: Serving, ids: list[int], limit: int | None, room: int) -> list[int]:
+def truncated(serving: Serving, ids: list[int], limit: int | None, params: SamplingParams) -> list[int]:
     """The last `limit` ids; with -1, as many as leave room for the answer."""
     match limit:
         case None:
@@ -126,7 +172,9 @@ def truncated(serving: Serving, ids: list[int], limit: int | None, room: int) ->
         case 0:
             raise ParameterError("truncate_prompt_tokens", 0, "leaves nothing of the prompt; -1: what fits")
         case _:
-            keep = max(serving.max_model_len - room, 1) if limit == ALL_THAT_FIT else limit
+            keep = (
+                max(serving.max_model_len - (params.max_tokens or 1), 1) if limit == ALL_THAT_FIT else limit
+            )
             return ids[-keep:]
 
 
@@ -175,15 +223,24 @@ def _last_text(messages: Sequence[Message]) -> str:
     return content
 
 
-def _num_chars(message: Message) -> int:
-    """Of its texts, about."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return len(content)
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
-    return sum(len(text) for text in texts if isinstance(text, str))
+def _num_chars(value: object) -> int:
+    """Of all strings in it."""
+    num_chars, left = 0, [value]
+    while left:
+        match left.pop():
+            case str(text):
+                num_chars += len(text)
+            case Mapping() as fields:
+                left += fields.keys()
+                left += fields.values()
+            case list() | tuple() as items:
+                left += items
+    return num_chars
 
 
-async def _beside(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-    return encode() if num_chars < LONG_TEXT_CHARS else await asyncio.to_thread(encode)
+def _check_chars(serving: Serving, num_chars: int, *, may_be_longer: bool) -> None:
+    longest = MAX_TEXT_CHARS if may_be_longer else serving.max_model_len * serving.longest_token_bytes
+    if num_chars > longest and may_be_longer:
+        raise CapacityError(f"the text has {num_chars:,} characters; the limit is {longest:,}: shorten it")
+    if num_chars > longest:
+        raise too_long(serving.llm.config, f"the input has {num_chars:,} characters")

@@ -20,6 +20,7 @@ from segue.server.body import Unsupported, read_body
 from segue.server.errors import error_of, fields_named
 from segue.server.events import EventStream, json_when_done, named_event
 from segue.server.logprobs import LogprobWriter, TokenLogprob
+from segue.server.options import ServerOptions
 from segue.server.prompts import encode_messages
 from segue.server.request_id import answer_id
 from segue.server.response_objects import (
@@ -113,11 +114,12 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     metadata: dict[str, str] | None = None
     text: TextOptions | None = None
 
-    def sampling_params(self) -> SamplingParams:
+    def sampling_params(self, options: ServerOptions) -> SamplingParams:
         """Raises ParameterError."""
         wants_logprobs = LOGPROBS in (self.include or ())
         with fields_named({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}):
             return self.params(
+                options=options,
                 max_tokens=self.max_output_tokens,
                 logprobs=(self.top_logprobs or 0) if wants_logprobs else None,
                 response_format=None if self.text is None else self.text.format,
@@ -152,8 +154,9 @@ class _Writer:
     async def start(cls, serving: Serving, body: ResponsesRequest) -> "_Writer":
         """Raises what is wrong with the request."""
         model = serving.check_model(body.model)
+        serving.check_room()
         tools = _tool_use(serving, body)
-        params = body.sampling_params()
+        params = body.sampling_params(serving.options)
         await check_grammar(params, None if body.text is None else body.text.format, field="text.format")
         if tools.needs_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)

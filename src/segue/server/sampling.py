@@ -9,11 +9,10 @@ from msgspec import Meta
 from segue.errors import ParameterError
 from segue.sample.params import SamplingParams
 from segue.server.body import RequestBody, Unsupported
+from segue.server.options import ServerOptions
 from segue.server.structured import ResponseFormat, StructuredOutputs, structured_outputs
 
 MAX_N = 128
-MAX_ANSWERS = 2048
-"""Of one request: its prompts times `n`."""
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -70,8 +69,10 @@ class SamplingFields(RequestBody, kw_only=True):
     def params(
         self,
         *,
+        options: ServerOptions,
         max_tokens: int | None,
         logprobs: int | None,
+        prompt_logprobs: int | None = None,
         response_format: ResponseFormat | None = None,
         **others: Any,
     ) -> SamplingParams:
@@ -79,6 +80,11 @@ class SamplingFields(RequestBody, kw_only=True):
 
         Raises ParameterError.
         """
+        for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+            if value is not None and value > options.max_logprobs:
+                raise ParameterError(
+                    name, value, f"is more than --max-logprobs={options.max_logprobs} allows"
+                )
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -96,6 +102,7 @@ class SamplingFields(RequestBody, kw_only=True):
             "min_tokens": self.min_tokens,
             "skip_special_tokens": self.skip_special_tokens,
             "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
             "structured_outputs": structured_outputs(response_format, self.structured_outputs),
             **others,
         }

@@ -18,6 +18,7 @@ from segue.server.tools.formats import tool_format_of
 log = logging.getLogger("segue.server")
 
 MAX_WARNINGS = 1000
+RETRY_AFTER_S = 1
 SYSTEM_FINGERPRINT = f"segue-{__version__}"
 """OpenAI's name of what an answer depends on beside the request: with a seed, nothing else here."""
 
@@ -77,6 +78,16 @@ class Serving:
                 code="model_not_found",
             )
         return name
+
+    def check_room(self) -> None:
+        """Raises HttpError when as many requests wait as may."""
+        if self.llm.num_open_requests >= self.llm.config.max_num_seqs + self.options.max_queue:
+            raise HttpError(
+                f"{self.options.max_queue} requests wait already, which --max-queue allows: try again in a moment",
+                status=HTTPStatus.TOO_MANY_REQUESTS,
+                code="queue_full",
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )
 
 
 def serving_of(connection: HTTPConnection) -> Serving:

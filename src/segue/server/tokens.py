@@ -1,6 +1,8 @@
 """POST /tokenize and /detokenize: a text or a conversation as token ids, and back."""
 
+import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -12,7 +14,7 @@ from segue.errors import ParameterError
 from segue.server.body import RequestBody, Unsupported, read_body
 from segue.server.errors import fields_named
 from segue.server.events import json_response
-from segue.server.prompts import encode_messages, encode_text
+from segue.server.prompts import LONG_TEXT_CHARS, encode_messages, encode_texts
 from segue.server.sampling import TokenId
 from segue.server.serving import serving_of
 from segue.server.tools.calls import Tool, ToolUse
@@ -60,9 +62,9 @@ async def tokenize(request: Request) -> Response:
     serving.check_model(body.model)
     if body.prompt is not None and body.messages is None:
         with fields_named({"text": "prompt"}):
-            ids = await encode_text(
+            (ids,) = await encode_texts(
                 serving,
-                body.prompt,
+                [body.prompt],
                 add_special_tokens=body.add_special_tokens is not False,
                 may_be_longer=True,
             )
@@ -76,17 +78,22 @@ async def tokenize(request: Request) -> Response:
                 continue_final_message=bool(body.continue_final_message),
                 add_special_tokens=bool(body.add_special_tokens),
                 variables=body.chat_template_kwargs,
+                may_be_longer=True,
             )
     else:
         raise ParameterError("prompt", None, "give either prompt or messages")
     tokenizer = serving.llm.get_tokenizer()
-    strings = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    strings: list[str] | UnsetType = UNSET
+    if body.return_token_strs:
+        strings = await asyncio.to_thread(
+            lambda: [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+        )
     return json_response(
         TokenizeResponse(
             count=len(ids),
             max_model_len=serving.max_model_len,
             tokens=ids,
-            token_strs=strings if body.return_token_strs else UNSET,
+            token_strs=strings,
         )
     )
 
@@ -95,6 +102,8 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     serving = serving_of(request)
     serving.check_model(body.model)
+    tokenizer = serving.llm.get_tokenizer()
+    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
     with fields_named({"token_id": "tokens"}):
-        text = serving.llm.get_tokenizer().decode(body.tokens, skip_special_tokens=False)
+        text = decode() if len(body.tokens) < LONG_TEXT_CHARS else await asyncio.to_thread(decode)
     return json_response(DetokenizeResponse(prompt=text))

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class StopMatch:
 
 
 class StopMatcher:
-    """The automaton of Aho and Corasick (1975) over some stop strings, fed with text.
+    """Reads text and finds the first stop string in it.
 
     After each `feed` without a match, `num_held` is the length of the longest suffix of the text that is a
     proper prefix of a stop string: just what a later character could still turn into one. The first match is
@@ -26,35 +27,47 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "a stop string is empty"
-        self._next: list[dict[str, int]] = [{}]
-        """For each node of the trie, the node that a character leads to. Node 0 is the empty prefix."""
-        self._depth = [0]
-        self._stop: list[str | None] = [None]
-        """The longest stop string that ends at a node."""
-        for stop in stops:
-            self._insert(stop)
-        self._fallback = self._link()
+        self._automaton = _automaton(tuple(stops))
         self._node = 0
         self._num_chars = 0
 
     @property
     def num_held(self) -> int:
-        return self._depth[self._node]
+        return self._automaton.depth[self._node]
 
     def feed(self, text: str) -> StopMatch | None:
         """Reads more text, up to the first match. Not to be called again after one."""
-        node = self._node
+        step, node = self._automaton.step, self._node
         for i, char in enumerate(text, start=1):
-            while node and char not in self._next[node]:
-                node = self._fallback[node]
-            node = self._next[node].get(char, 0)
-            stop = self._stop[node]
+            node = step(node, char)
+            stop = self._automaton.stop[node]
             if stop is not None:
                 end = self._num_chars + i
                 return StopMatch(stop, end - len(stop), end)
         self._node = node
         self._num_chars += len(text)
         return None
+
+
+class _Automaton:
+    """The automaton of Aho and Corasick (1975) over some stop strings. Takes time linear in their length to make, and
+    in that of the text to use."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        """For each node of the trie, the node that a character leads to. Node 0 is the empty prefix."""
+        self.depth = [0]
+        self.stop: list[str | None] = [None]
+        """The longest stop string that ends at a node."""
+        for stop in stops:
+            self._insert(stop)
+        self._fallback = self._link()
+
+    def step(self, node: int, char: str) -> int:
+        """The node of the longest suffix of the text that is a prefix of a stop string, one character later."""
+        while node and char not in self._next[node]:
+            node = self._fallback[node]
+        return self._next[node].get(char, 0)
 
     def _insert(self, stop: str) -> None:
         node = 0
@@ -64,10 +77,10 @@ class StopMatcher:
                 child = len(self._next)
                 self._next[node][char] = child
                 self._next.append({})
-                self._depth.append(self._depth[node] + 1)
-                self._stop.append(None)
+                self.depth.append(self.depth[node] + 1)
+                self.stop.append(None)
             node = child
-        self._stop[node] = stop
+        self.stop[node] = stop
 
     def _link(self) -> list[int]:
         """For each node, that of its longest proper suffix which is in the trie. Breadth first."""
@@ -82,5 +95,11 @@ class StopMatcher:
                 fallback[child] = self._next[suffix].get(char, 0)
                 queue.append(child)
             # Its suffix is shallower, so already has the stop string that ends there.
-            self._stop[node] = self._stop[node] or self._stop[fallback[node]]
+            self.stop[node] = self.stop[node] or self.stop[fallback[node]]
         return fallback
+
+
+@lru_cache(maxsize=64)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    """The answers to a request share it."""
+    return _Automaton(stops)

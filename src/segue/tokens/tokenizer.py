@@ -1,5 +1,6 @@
 """Text to token ids and back, by the byte-level BPE of a model file."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -131,7 +132,8 @@ class Tokenizer:
 
     def _encode_plain(self, text: str) -> list[int]:
         try:
-            ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
+            # Other threads run meanwhile: a batch, unlike a single text, is encoded without the interpreter's lock.
+            ids: list[int] = self._bpe.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError):
             at = next(i for i, char in enumerate(text) if 0xD800 <= ord(char) < 0xE000)
             raise ParameterError("text", text[at], "is half of a surrogate pair, not a character") from None
@@ -145,6 +147,7 @@ class _MergeError(ValueError):
 
 def _build_bpe(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
     # Imported here: a command that needs no tokenizer should not pay for it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch is one text here
     import tokenizers
     from tokenizers import models, pre_tokenizers
 
