@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from segue.errors import RequestFailed
 from segue.server.options import ServerOptions
 from segue.tokens import Tokenizer
 from tests.server.conftest import CONTEXT, Scripted
@@ -323,7 +324,7 @@ def test_cors(scripted: Scripted) -> None:
 
 def test_a_request_that_fails(scripted: Scripted) -> None:
     scripted.say("the hen")
-    scripted.script.failure = RuntimeError("the step broke")
+    scripted.script.failure = RequestFailed("the step broke")
     with scripted.server.client() as client:
         response = client.post(COMPLETIONS, json={"prompt": "a"})
         assert response.status_code == 500
