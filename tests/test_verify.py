@@ -206,7 +206,7 @@ def run(
 def test_command(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = run(capsys, monkeypatch, str(model), "--modes", "together, depth 2,depth 3,forked")
     assert (code, err) == (0, "")
-    assert "requests beside another: 9" in out
+    assert "requests beside another: 13" in out
     assert "· depth 2 + depth 3: async_depth is 2 or 3" in out
     assert "= all at once: together + depth 2 + forked" in out
     assert "≠" not in out.replace("≠ different", "")

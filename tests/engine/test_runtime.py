@@ -283,6 +283,95 @@ def test_copies_go_to_the_executor_and_to_a_drafter_with_kv() -> None:
         assert drafter.copies == ([[(1, 2)]] if has_kv else [])
 
 
+class FailingDrafter(ScriptedDrafter):
+    """Fails as often as it is told to."""
+
+    def __init__(self, *proposals: Sequence[int], num_failures: int, has_kv: bool = False) -> None:
+        super().__init__(*proposals, has_kv=has_kv)
+        self.num_failures = num_failures
+
+    def propose(
+        self, requests: Sequence[DraftRequest], copies: Sequence[tuple[int, int]]
+    ) -> Sequence[Proposal]:
+        proposals = super().propose(requests, copies)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise RuntimeError("no memory")
+        return proposals
+
+
+@pytest.mark.parametrize("has_kv", [False, True])
+def test_a_drafter_that_fails_costs_drafts_and_no_answer(
+    has_kv: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = FailingDrafter([11], [11], num_failures=1, has_kv=has_kv)
+    runtime = LocalRuntime(Scripted(), drafter=drafter)
+    step = _prefill(propose=1, draft_start=0 if has_kv else None)
+    (result,) = runtime.execute(StepPlan(0, [step], [(1, 2)])).seqs
+    assert (result.error, list(result.tokens), list(result.drafts)) == (None, [10], [])
+    assert result.draft_kv_len is None
+    assert "no memory" in caplog.text
+    # The copies are made up for; the next step has drafts again.
+    assert [list(copies) for copies in drafter.copies] == ([[(1, 2)], [(1, 2)]] if has_kv else [[]])
+    (result,) = runtime.execute(StepPlan(1, [step])).seqs
+    assert list(result.drafts) == [11]
+
+
+def test_a_drafter_whose_copies_are_lost_is_not_asked_again() -> None:
+    drafter = FailingDrafter([11], num_failures=2, has_kv=True)
+    runtime = LocalRuntime(Scripted(), drafter=drafter)
+    step = _prefill(propose=1, draft_start=0)
+    runtime.execute(StepPlan(0, [step], [(1, 2)]))
+    assert drafter.is_closed
+    (result,) = runtime.execute(StepPlan(1, [step])).seqs
+    assert (result.error, list(result.tokens), list(result.drafts)) == (None, [10], [])
+    assert result.draft_kv_len == 4
+
+
+# --- grammars -----------------------------------------------------------------------------------------------------
+
+
+class ScriptedGuides:
+    """Allows everything, and fails after id 77."""
+
+    num_ids = 0
+
+    def is_ready(self, sampling: Sampling, wait_s: float) -> bool:
+        return True
+
+    def of(self, sampling: Sampling) -> "ScriptedGuides":
+        return self
+
+    def masks(self, known: int, ids: Sequence[int], drafts: Sequence[int]) -> list[bytes]:
+        if list(ids) == [77]:
+            raise ZeroDivisionError("secret\nof the inside")
+        return [b"\xff" * 13] * (1 + len(drafts))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def test_what_fails_in_one_grammar_is_the_error_of_its_sequence(caplog: pytest.LogCaptureFixture) -> None:
+    guided = Sampling(grammar="g", output_start=3)
+    runtime = LocalRuntime(Scripted(), guides=ScriptedGuides())
+    broken, whole = (
+        SeqStep(
+            start=3,
+            tokens=[token],
+            blocks=[0],
+            sampling=guided,
+            history=array("i", [1, 2, 3, token]),
+            history_len=4,
+        )
+        for token in (77, 10)
+    )
+    first, second, third = runtime.execute(StepPlan(0, [broken, whole, _prefill()])).seqs
+    assert first.error == "an internal error (ZeroDivisionError) ended this request: the log says more"
+    assert "secret" in caplog.text
+    assert (second.error, list(second.tokens)) == (None, [11])
+    assert (third.error, list(third.tokens)) == (None, [10])
+
+
 # --- results ----------------------------------------------------------------------------------------------------
 
 

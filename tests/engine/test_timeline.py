@@ -17,7 +17,14 @@ def _timeline(tokens: list[int], kv_len: int, *, block_size: int = 4, draft: boo
     return timeline
 
 
-def _flight(timeline: Timeline, num_tokens: int, *, max_drafts: int = 0, samples: bool = True) -> Flight:
+def _flight(
+    timeline: Timeline,
+    num_tokens: int,
+    *,
+    max_drafts: int = 0,
+    samples: bool = True,
+    draft_kv: tuple[int, int] = (0, 0),
+) -> Flight:
     flight = Flight(
         step=len(timeline.flights),
         index=0,
@@ -27,7 +34,8 @@ def _flight(timeline: Timeline, num_tokens: int, *, max_drafts: int = 0, samples
         max_drafts=max_drafts,
         samples=samples,
         propose=0,
-        draft_kv_end=0,
+        draft_kv_end=draft_kv[1],
+        draft_kv_start=draft_kv[0],
     )
     timeline.fly(flight)
     timeline.check()
@@ -52,6 +60,19 @@ def test_after_sampling_the_last_id_is_known_and_not_computed() -> None:
     timeline.settle(flight, [10], [11, 12], None)
     assert timeline.tokens.tolist() == [1, 2, 3, 10]
     assert (timeline.kv_len, list(timeline.drafts)) == (3, [11, 12])
+
+
+def test_draft_kv_after_a_gap_does_not_count() -> None:
+    """The drafter failed in the first of two chunks in flight; the second was planned as if it would not."""
+    timeline = _timeline([1, 2, 3, 4, 5, 6], 0, draft=True)
+    first = _flight(timeline, 2, samples=False, draft_kv=(0, 2))
+    second = _flight(timeline, 2, samples=False, draft_kv=(2, 4))
+    timeline.settle(first, (), (), None)
+    timeline.settle(second, (), (), 4)
+    assert timeline.draft_kv_len == 0
+    third = _flight(timeline, 2, samples=False, draft_kv=(0, 6))
+    timeline.settle(third, (), (), 6)
+    assert timeline.draft_kv_len == 6
 
 
 @pytest.mark.parametrize(("kept", "kv_len"), [([11], 4), ([11, 12], 5), ([11, 12, 13], 6)])

@@ -142,7 +142,7 @@ class Checker:
                 return
             if before.turn is not None and request.turn is not before.turn:
                 return
-            if before.state is State.WAITING and request.state is not State.WAITING:
+            if before.state in (State.WAITING, State.UNREADY) and request.state is not before.state:
                 return  # admitted, with some reserved
             if request.metrics.num_preemptions > before.num_preemptions:
                 return

@@ -295,13 +295,14 @@ class OracleDraftExecutor(OracleExecutor):
         return super().forward(seqs)
 
     def _compare(self, seq: SeqStep) -> None:
-        """After a failed step of this sequence the draft KV of that step is missing, too."""
+        """After a failed step of this sequence the draft KV of that step is missing, too; after a failure of the draft
+        model there is poison until the sequence's flights have landed."""
         slots = [self._slot(seq, position) for position in range(seq.start)]
         has_failed = any(POISON in (self.target._slots[slot], self._slots[slot]) for slot in slots)
         for position, slot in enumerate(slots):
             if self._slots[slot] != self.target._slots[slot]:
                 if has_failed:
                     self._slots[slot] = POISON
-                else:
+                elif self._slots[slot] is not POISON:
                     self.violations.append(f"draft KV at position {position} is of another history")
                 return

@@ -412,6 +412,7 @@ class Scheduler:
             samples,
             propose,
             end + samples if runs_draft_model else draft_kv,
+            draft_kv,
         )
         timeline.fly(flight)
         draft.parts.append(Part(request, flight))

@@ -37,6 +37,8 @@ class Flight(msgspec.Struct, frozen=True, gc=False):
     """How many drafts were asked for, for the step after."""
     draft_kv_end: int
     """Below this the draft model's KV will be right at least, once this flight has landed."""
+    draft_kv_start: int = 0
+    """What it adds to the draft model's KV begins here, or below."""
 
 
 class Timeline:
@@ -125,7 +127,8 @@ class Timeline:
             self.drafts = drafts
         else:
             self.kv_len = flight.start + flight.num_tokens
-        if draft_kv_len is not None:
+        # Where the drafter failed before it, there is a gap: what comes after does not count.
+        if draft_kv_len is not None and flight.draft_kv_start <= self.draft_kv_len:
             self.draft_kv_len = min(draft_kv_len, len(self.tokens))
 
     def extend(self, token_ids: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ plan ──▶ resolve `after` ──▶ forward ──▶ keep the drafts that 
                └──── what the last few steps came to ◀──┘
 """
 
+import logging
 from array import array
 from collections.abc import Sequence
 
@@ -24,6 +25,8 @@ from segue.runtime.contract import (
 )
 from segue.sample.guide import Guides, without
 from segue.speculate.drafter import Drafter, DraftRequest, Proposal
+
+log = logging.getLogger("segue")
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -171,10 +174,28 @@ class LocalRuntime:
                 requests.append(self._draft_request(drafter, seq, outcome))
         if not requests and not (drafter.has_kv and plan.copies):
             return
-        proposals: Sequence[Proposal] = drafter.propose(requests, plan.copies if drafter.has_kv else ())
+        copies = plan.copies if drafter.has_kv else ()
+        try:
+            proposals: Sequence[Proposal] = drafter.propose(requests, copies)
+        except Exception:
+            # Without proposals the draft model's KV counts as left alone; only the copies must not be missing.
+            log.exception("the drafter failed: a step has no drafts")
+            proposals = [Proposal() for _ in requests]
+            if copies:
+                self._copy_for_drafter(drafter, copies)
         for result, proposal in zip(asked, proposals, strict=True):
             result.drafts = proposal.drafts
             result.draft_kv_len = proposal.draft_kv_len
+
+    def _copy_for_drafter(self, drafter: Drafter, copies: Sequence[tuple[int, int]]) -> None:
+        try:
+            drafter.propose((), copies)
+        except Exception:
+            log.exception(
+                "the drafter failed again, and its KV is not right any more: there are no drafts from now on"
+            )
+            self._drafter = _NoDrafts()
+            drafter.close()
 
     def _draft_request(self, drafter: Drafter, seq: SeqStep, outcome: _Outcome) -> DraftRequest:
         tokens = outcome.result.tokens
@@ -202,6 +223,21 @@ class LocalRuntime:
             self._guides.close()
         if self._drafter is not None:
             self._drafter.close()
+
+
+class _NoDrafts:
+    """In place of a drafter that is lost. Nobody reads its KV any more, so that counts as right: what depends on it,
+    as publishing blocks does, goes on."""
+
+    has_kv = True
+
+    def propose(
+        self, requests: Sequence[DraftRequest], copies: Sequence[tuple[int, int]]
+    ) -> Sequence[Proposal]:
+        return [Proposal((), request.first + len(request.token_ids)) for request in requests]
+
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 def _verify(steps: Sequence[SeqStep], forward: ForwardResult) -> list[SeqResult]:

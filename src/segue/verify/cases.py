@@ -1,5 +1,6 @@
 """The requests that are answered: several lengths, languages and scripts, code and chat; greedy and sampled."""
 
+import importlib.util
 from collections.abc import Sequence
 from datetime import datetime
 from enum import IntEnum
@@ -39,9 +40,13 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """The most this request may come to."""
+        """The most this request may come to, each of its answers by itself."""
         assert self.params.max_tokens is not None
         return len(self.token_ids) + self.params.max_tokens
+
+    def answer_name(self, number: int) -> str:
+        """What answer `number` is called."""
+        return self.name if self.params.n == 1 else f"{self.name}, answer {number}"
 
 
 class _Text(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +78,13 @@ _LETTER = (
     "that everybody needs, and set a pot aside when the stove is full. What must never happen is that the soup "
     "tastes different because somebody else ordered fish. "
 )
+
+_PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 
 
 def _texts(base_seed: int, tokenizer: Tokenizer) -> tuple[_Text, ...]:
@@ -150,6 +162,35 @@ def _texts(base_seed: int, tokenizer: Tokenizer) -> tuple[_Text, ...]:
             },
         ),
         _Text(
+            name="two answers",
+            text="My favourite colour is",
+            num_tokens=24,
+            params={"n": 2, "temperature": 1.0, "seed": base_seed + 7, "logprobs": 1},
+        ),
+        _Text(
+            name="JSON",
+            text="Describe a person as JSON, with a name and an age.\n",
+            num_tokens=24,
+            params={
+                "structured_outputs": {"json": _PERSON},
+                "temperature": 1.0,
+                "frequency_penalty": 0.2,
+                "seed": base_seed + 8,
+                "logprobs": 1,
+            },
+        ),
+        _Text(
+            name="choice",
+            text="yes, no, yes, no, yes,",
+            num_tokens=24,
+            params={
+                "structured_outputs": {"choice": [" yes", " no, never"]},
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "logprobs": 1,
+            },
+        ),
+        _Text(
             name="longer",
             scope=Scope.LONG,
             text=_LETTER * 3 + _STORY * 4,
@@ -163,10 +204,16 @@ def build_cases(
     tokenizer: Tokenizer, *, max_model_len: int, answer_len: int, seed: int = 0
 ) -> tuple[Case, ...]:
     """The requests for this model, with answers of at most `answer_len` tokens. Prompts are cut so that they fit in
-    `max_model_len` tokens; a model without a chat template gets chat as plain text."""
+    `max_model_len` tokens; a model without a chat template gets chat as plain text; without an end of text, or where
+    llguidance is not installed, no request has a grammar."""
     answer_len = min(answer_len, max_model_len // 2)
     room = max_model_len - answer_len
-    return tuple(_case(tokenizer, text, room, answer_len) for text in _texts(10 * seed, tokenizer))
+    has_grammars = bool(tokenizer.eos_token_ids) and importlib.util.find_spec("llguidance") is not None
+    return tuple(
+        _case(tokenizer, text, room, answer_len)
+        for text in _texts(10 * seed, tokenizer)
+        if has_grammars or "structured_outputs" not in text.params
+    )
 
 
 def _case(tokenizer: Tokenizer, wanted: _Text, room: int, answer_len: int) -> Case:

@@ -12,7 +12,6 @@ from segue.engine.engine import Engine
 from segue.engine.outputs import EngineStats, FinishReason
 from segue.engine.request import State
 from segue.engine_loop import EngineLoop
-from segue.errors import RequestFailed
 from segue.output_processor import OutputProcessor
 from segue.outputs import CompletionOutput, Logprob
 from segue.session.live import Session, SessionManager
@@ -41,6 +40,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    """Or why it failed."""
 
 
 class Delivered(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ def deliver(
 ) -> Delivered:
     """Answers the requests in the way that `setup` says, and closes the engine. `seed` is for where texts are cut.
 
-    Raises RequestFailed, EngineDead.
+    Raises RequestFailed when a session's answer fails, EngineDead.
     """
     evidence = Evidence(setup=setup, threads=bench.threads, is_own_process=bench.watched is None)
     if setup.uses_sessions:
@@ -117,8 +117,10 @@ class _Requests:
         processor = OutputProcessor(self._tokenizer)
         ids = [str(next(self._numbers)) for _ in cases]
         for request_id, case in zip(ids, cases, strict=True):
-            processor.add(request_id, prompt=case.text, prompt_token_ids=case.token_ids, params=case.params)
-            self._client.add_request(request_id, case.token_ids, case.params)
+            for request in processor.add(
+                request_id, prompt=case.text, prompt_token_ids=case.token_ids, params=case.params
+            ):
+                self._client.add_request(request.request_id, case.token_ids, request.params)
         most = 0
         while processor.num_open_answers > 0:
             outputs = self._client.step()
@@ -128,10 +130,12 @@ class _Requests:
         answers = []
         for request_id, case in zip(ids, cases, strict=True):
             output = processor.pop(request_id)
-            (completion,) = output.outputs
             num_computed = len(case.token_ids) - output.num_cached_tokens
             self._note(most, output.num_cached_tokens, num_computed > self._setup.max_num_batched_tokens)
-            answers.append(_answer(case, output.prompt_token_ids, completion, output.prompt_logprobs))
+            answers += [
+                _answer(case, number, output.prompt_token_ids, completion, output.prompt_logprobs)
+                for number, completion in enumerate(output.outputs)
+            ]
         return answers
 
     def _note(self, most: int, num_cached_tokens: int, is_split: bool) -> None:
@@ -195,7 +199,7 @@ class _Sessions:
         self._sessions.clear()
 
     async def _converse(self, case: Case) -> list[Answer]:
-        return [await self._respond(case, session) for session in await self._tell(case)]
+        return [answer for session in await self._tell(case) for answer in await self._respond(case, session)]
 
     async def _answer_parked(self, cases: Sequence[Case]) -> list[Answer]:
         """All texts first; by then, some sessions had to give up their KV for others."""
@@ -203,8 +207,10 @@ class _Sessions:
         await self._quiet()
         await self._note_evicted([session for _, session in told])
         if self._setup.together:
-            return list(await asyncio.gather(*(self._respond(case, session) for case, session in told)))
-        return [await self._respond(case, session) for case, session in told]
+            responses = await asyncio.gather(*(self._respond(case, session) for case, session in told))
+        else:
+            responses = [await self._respond(case, session) for case, session in told]
+        return [answer for each in responses for answer in each]
 
     # --- input ------------------------------------------------------------------------------------------------
 
@@ -275,13 +281,21 @@ class _Sessions:
 
     # --- answers ----------------------------------------------------------------------------------------------
 
-    async def _respond(self, case: Case, session: Session) -> Answer:
-        answer = session.respond(msgspec.structs.replace(case.params, prompt_logprobs=None))
+    async def _respond(self, case: Case, session: Session) -> list[Answer]:
+        """A session gives one answer: further ones are those of its forks, drawn with the seeds that `n` means."""
+        answerers = [session] + [session.fork() for _ in range(1, case.params.n)]
+        self._sessions += answerers[1:]
+        return [await self._respond_as(case, number, each) for number, each in enumerate(answerers)]
+
+    async def _respond_as(self, case: Case, number: int, session: Session) -> Answer:
+        params = msgspec.structs.replace(case.params, n=1, prompt_logprobs=None)
+        if number:
+            params = msgspec.structs.replace(params, seed=(params.seed or 0) + number)
+        answer = session.respond(params)
         prompt_token_ids = session.token_ids
-        async for delta in answer:
-            if delta.error is not None:
-                raise RequestFailed(f"the request {case.name!r} failed: {delta.error}")
-        return _answer(case, prompt_token_ids, answer.delivered(None), None)
+        async for _ in answer:
+            pass
+        return _answer(case, number, prompt_token_ids, answer.delivered(None), None)
 
 
 def _look(client: EngineClient) -> tuple[EngineStats, int]:
@@ -303,14 +317,13 @@ def _count_evicted(client: EngineClient) -> int:
 
 def _answer(
     case: Case,
+    number: int,
     prompt_token_ids: Sequence[int],
     completion: CompletionOutput,
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
 ) -> Answer:
-    if completion.finish_reason is FinishReason.ERROR:
-        raise RequestFailed(f"the request {case.name!r} failed: {completion.error}")
     return Answer(
-        case=case.name,
+        case=case.answer_name(number),
         prompt_token_ids=tuple(prompt_token_ids),
         token_ids=tuple(completion.token_ids),
         logprobs=tuple(_logprobs(entry) for entry in completion.logprobs or ()),
@@ -319,7 +332,7 @@ def _answer(
         else tuple(_logprobs(entry) for entry in prompt_logprobs if entry is not None),
         text=completion.text,
         finish_reason=completion.finish_reason,
-        stop_reason=completion.stop_reason,
+        stop_reason=completion.stop_reason if completion.error is None else completion.error,
     )
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from segue.engine.outputs import FinishReason
+from segue.errors import RequestFailed
 from segue.verify.cases import Scope, build_cases
 from segue.verify.delivery import Answer, Delivered, Logprobs, deliver, plan_rounds
 from segue.verify.modes import PLAIN, Combination, Evidence, Mode, Setup, Skipped, plan
@@ -139,6 +141,8 @@ class Verification:
                 continue
             setup = msgspec.structs.replace(PLAIN, scope=max(scopes), long_answers=is_long)
             for answer in self._deliver(setup).answers:
+                if answer.finish_reason is FinishReason.ERROR:
+                    raise RequestFailed(f"the request {answer.case!r} failed: {answer.stop_reason}")
                 self._plain[is_long, answer.case] = answer
 
     def _deliver(self, setup: Setup) -> Delivered:
