@@ -389,10 +389,11 @@ def test_leaving_the_loop_aborts(llm: AsyncLLM) -> None:
 def test_aclose_aborts(llm: AsyncLLM) -> None:
     async def test() -> None:
         async with contextlib.aclosing(llm.generate("the hen", LONG)) as stream:
-            await anext(stream)
+            read = (await anext(stream)).outputs[0].text
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
         await stream.aclose()
+        assert stream.output.outputs[0].text.startswith(read)
         await check_all_is_free(llm)
 
     run(test)
@@ -586,7 +587,10 @@ def test_input_without_a_chunk_and_with_an_empty_first_one(llm: AsyncLLM) -> Non
         yield StreamingInput("")
 
     async def test() -> None:
-        assert [output async for output in llm.generate(nothing(), PARAMS)] == []
+        stream = llm.generate(nothing(), PARAMS)
+        assert stream.output.outputs == []
+        assert [output async for output in stream] == []
+        assert stream.output.outputs == []
         with pytest.raises(ParameterError, match="at least one token"):
             await last(llm.generate(empty(), PARAMS))
         with pytest.raises(ParameterError, match="streaming input"):

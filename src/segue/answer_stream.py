@@ -9,6 +9,7 @@ What is not read yet is merged, so a slow reader holds up nobody, and its memory
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
@@ -16,12 +17,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.engine.outputs import EngineOutput, FinishReason, RequestMetrics
 from segue.engine.request import Keep
 from segue.engine_loop import Channel, EngineLoop
 from segue.errors import EngineDead, ParameterError, RequestFailed
 from segue.output_processor import OutputProcessor
-from segue.outputs import Delta, Prompt, RequestOutput
+from segue.outputs import Delta, Prompt, RequestOutput, RequestTimes
 from segue.prompts import EncodedPrompt, checked_ids, encode_prompt
 from segue.sample.params import SamplingParams
 from segue.tokens import Tokenizer
@@ -78,7 +79,8 @@ class Answers:
         self._last: RequestOutput | None = None
         """Of the turn that was over last."""
         self._answered: OutputProcessor | None = None
-        """Has the answers of that turn."""
+        """Has the answers of that turn; if the reader left before, of the one that was being answered."""
+        self._arrival_s = time.perf_counter()
         self._deltas: deque[Delta] = deque()
         """Not read yet, merged."""
         self._error: Exception | None = None
@@ -267,6 +269,8 @@ class Answers:
         with self._lock:
             if not self.ended:
                 self._end()
+            if self._answered is None and self._turns:
+                self._answered = self._turns[0].processor
             self._turns.clear()
             self._complete.clear()
             self._deltas.clear()
@@ -317,10 +321,21 @@ class Answers:
         return output
 
     def output(self) -> RequestOutput:
-        """The answers of the turn that was over last, else of the first one."""
+        """The answers of the turn that was over last, else of the first one; none before there is a turn."""
         with self._lock:
-            processor = self._answered or self._turns[0].processor
-            return processor.output(self.request_id)
+            if self._answered is not None:
+                return self._answered.output(self.request_id)
+            if self._turns:
+                return self._turns[0].processor.output(self.request_id)
+            return RequestOutput(
+                request_id=self.request_id,
+                prompt=None,
+                prompt_token_ids=[],
+                outputs=[],
+                finished=False,
+                metrics=RequestMetrics(),
+                times=RequestTimes(arrival_s=self._arrival_s),
+            )
 
     def take_delta(self) -> Delta | None:
         """Under the lock: what waits for the reader."""
