@@ -19,7 +19,7 @@ from segue.session.answer import AnswerSoFar
 from segue.session.blocking import open_session
 from segue.session.core import LiveSession
 from segue.session.link import Link
-from segue.session.live import Answer, SessionManager
+from segue.session.live import Answer, Session, SessionManager
 from segue.session.state import SessionState
 from segue.session.turns import RawTurn, delivered_ids
 from segue.stepping import SharedSteps
@@ -233,6 +233,29 @@ def test_a_request_that_ends_in_the_middle_of_an_operation() -> None:
     assert session._link is not None
     assert session._link.line.held == session.token_ids == TOKENIZER.encode("hi there")
     assert session._link is not link
+
+
+def test_progress_says_that_there_will_be_none() -> None:
+    world = World(Random(7))
+
+    async def run() -> None:
+        loop = EngineLoop(world.engine)
+        try:
+            session = SessionManager(loop, TOKENIZER).open()
+            world.executor.fail_next = True
+            session.append("hi stop")
+            with pytest.raises(RequestFailed):
+                await computed(session)
+            session.append("!")
+            await computed(session)
+        finally:
+            loop.close()
+
+    async def computed(session: Session) -> None:
+        while (await session.progress())[1] < len(session.token_ids) - 1:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
 
 
 def test_a_session_of_a_dead_engine_keeps_what_was_delivered() -> None:

@@ -44,7 +44,9 @@ class Session(LiveSession["Answer", Channel]):
     def progress(self) -> Awaitable[tuple[int, int]]:
         """How many tokens the history and the open turn are, and how many of these are computed. The last one is
         computed when the answer begins. This is how it is when `progress` is called: what is told afterwards comes
-        behind it."""
+        behind it. Raises RequestFailed or EngineDead where it could not be computed; the next operation tries again."""
+        if self._link is not None and self._link.error is not None:
+            raise self._link.error
         snapshot = None
         if self._link is not None:
             snapshot = asyncio.wrap_future(self._manager.loop.ask_snapshot(self._link.line.request_id))
