@@ -254,7 +254,12 @@ def test_continuing_a_message(server: RunningServer, long_llm: LLM) -> None:
         )
         body |= {"max_tokens": 8, "temperature": 0}
         answer = client.post("/v1/chat/completions", json={**body, "echo": True}).json()
-    assert answer["choices"][0]["message"]["content"] == "an inn" + text(server, prompt=prompt)
+        assert answer["choices"][0]["message"]["content"] == "an inn" + text(server, prompt=prompt)
+        parts = [{"type": "text", "text": "an"}, {"type": "text", "text": "inn"}]
+        body["messages"] = [messages[0], {"role": "assistant", "content": parts}]
+        answer = client.post("/v1/chat/completions", json={**body, "echo": True}).json()
+    prompt = "<|im_start|>user\nthe hen<|im_end|>\n<|im_start|>assistant\nan\ninn"
+    assert answer["choices"][0]["message"]["content"] == "an\ninn" + text(server, prompt=prompt)
 
 
 def test_what_is_said_about_the_server(server: RunningServer) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from segue.errors import ModelFileError, ParameterError
 from segue.tokens import Tokenizer
-from segue.tokens.chat import Message, encode_chat, encode_head, encode_turn, render_chat
+from segue.tokens.chat import Message, encode_chat, encode_continued, encode_head, encode_turn, render_chat
 from tests.tokens.small import CHATML, CONTROL, KINDS, TOKENS, small_tokenizer
 
 TRIMMING = """\
@@ -392,3 +392,65 @@ def test_only_after_a_text(small: Tokenizer) -> None:
     messages = [{"role": "assistant", "content": None}, *_user("x")]
     with pytest.raises(ParameterError, match="must have a text"):
         encode_turn(small, messages, after=0)
+
+
+ROLES = """\
+{%- for message in messages %}
+{%- if message.role in ['system', 'user', 'assistant'] %}
+{{- '<|im_start|>' + message.content + '<|im_end|>' }}
+{%- endif %}
+{%- endfor %}"""
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ({"role": "critic", "content": "b"}, "content of message 1"),
+        ({"role": "tool", "content": "b"}, "content of message 1"),
+        ({"role": "assistant", "content": "", "tool_calls": [CALL]}, "tool_calls of message 1"),
+        ({"role": "assistant", "content": "b", "tool_calls": [CALL]}, "tool_calls of message 1"),
+        (
+            {"role": "assistant", "content": "b", "function_call": {"name": "f", "arguments": "{}"}},
+            "function_call of",
+        ),
+        ({"role": "assistant", "content": "", "refusal": "no"}, "refusal of message 1"),
+    ],
+)
+def test_what_a_template_would_leave_out_is_refused(message: Message, what: str) -> None:
+    tokenizer = small_tokenizer({"tokenizer.chat_template": ROLES})
+    for _ in range(2):  # what showed before is not looked for again, what did not is
+        for rest in ([], _user("c")):
+            with pytest.raises(ParameterError, match=f"no place for the {what}"):
+                encode_chat(tokenizer, [*_user("a"), message, *rest])
+        assert encode_chat(tokenizer, [*_user("a"), {"role": "assistant", "content": "b", "tool_calls": []}])
+        assert encode_chat(tokenizer, [{"role": "system", "content": ""}, *_user("a")])
+
+
+def test_a_template_that_shows_a_system_message_only_first() -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' or loop.first %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = small_tokenizer({"tokenizer.chat_template": template})
+    system: Message = {"role": "system", "content": "b"}
+    assert encode_chat(tokenizer, [system, *_user("a")])
+    with pytest.raises(ParameterError, match="message 1"):
+        encode_chat(tokenizer, [*_user("a"), system])
+
+
+def test_tool_calls_that_a_template_knows_are_taken() -> None:
+    for arguments in ({}, {"a": 1}, "text"):
+        call = {"function": {"name": "f", "arguments": arguments}}
+        assert encode_chat(
+            TOKENIZERS["tools"], [*_user("a"), {"role": "assistant", "tool_calls": [call, call]}]
+        )
+
+
+def test_a_message_to_be_continued_is_a_text(small: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "an"}, {"type": "text", "text": "inn"}]
+    as_parts = encode_continued(small, [*_user("a"), {"role": "assistant", "content": parts}])
+    assert as_parts == encode_continued(small, [*_user("a"), {"role": "assistant", "content": "an\ninn"}])
+    assert small.decode(as_parts, skip_special_tokens=False).endswith("an\ninn")
+    for message in ({"role": "assistant"}, {"role": "assistant", "content": "b", "tool_calls": [CALL]}):
+        with pytest.raises(ParameterError, match="must have a text"):
+            encode_continued(small, [*_user("a"), message])

@@ -37,6 +37,7 @@ from segue.server.tools.calls import (
     content_of,
 )
 from segue.server.usage import Usage
+from segue.tokens.chat import text_of
 
 
 class ChatRequest(CompletionFields, kw_only=True):
@@ -292,8 +293,7 @@ class _Writer:
         """What the answer begins with, beside what the model writes."""
         if not (self._body.echo and self._body.continue_final_message):
             return ""
-        content = self._body.messages[-1].get("content")
-        return content if isinstance(content, str) else ""
+        return text_of(self._body.messages[-1])
 
 
 async def _encode(

@@ -12,7 +12,7 @@ from segue.prompts import EncodedPrompt
 from segue.sample.params import SamplingParams
 from segue.server.sampling import CompletionFields
 from segue.server.serving import Serving
-from segue.tokens.chat import encode_chat, encode_head
+from segue.tokens.chat import encode_chat, encode_continued
 
 MAX_ANSWERS = 2048
 """Of one request: its prompts times `n`."""
@@ -120,8 +120,7 @@ async def encode_messages(
         _check_chars(serving, num_chars, may_be_longer=may_be_longer)
         plain = for_template(messages, tokenizer.chat_template or "")
         if continue_final_message:
-            head, text = encode_head(tokenizer, plain, after=None)
-            return head + tokenizer.encode(text + _last_text(plain))
+            return encode_continued(tokenizer, plain)
         return encode_chat(
             tokenizer, plain, add_generation_prompt=add_generation_prompt, tools=tools, **variables
         )
@@ -214,13 +213,6 @@ def _call_for_template(i: int, call: object) -> object:
 def _given(fields: Mapping[str, object]) -> dict[str, object]:
     """Without those that are null."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _last_text(messages: Sequence[Message]) -> str:
-    content = messages[-1].get("content") if messages else None
-    if not isinstance(content, str):
-        raise ParameterError("messages", "content", "the last message must have a text to continue")
-    return content
 
 
 def _num_chars(value: object) -> int:

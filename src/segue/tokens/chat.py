@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from itertools import islice
 
 from segue.errors import ModelFileError, ParameterError
@@ -20,6 +21,9 @@ Message = Mapping[str, object]
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 """Characters without a meaning. Those that a conversation does have are not taken."""
 _SHOWN_ROLES = 8
+_TOLD = ("content", "refusal", "tool_calls", "function_call")
+"""What a message says. A template that knows no such role or field leaves it out without a word."""
+_MAX_PROVEN = 256
 
 
 def render_chat(
@@ -56,7 +60,25 @@ def encode_chat(
     Parameters and errors are those of `render_chat`; a model without a chat template is a ModelFileError too.
     """
     conversation = _conversation(tokenizer, messages, add_generation_prompt, tools, variables, now)
+    _check_shown(conversation)
     return _encode(tokenizer, _mark(tokenizer, conversation))
+
+
+def encode_continued(
+    tokenizer: Tokenizer, messages: Sequence[Message], *, now: datetime | None = None
+) -> list[int]:
+    """The token ids of a conversation up to the end of the last message's text, with which an answer goes on.
+
+    Errors are those of `encode_chat`; ParameterError also for a last message that is more, or less, than a text.
+    """
+    conversation = _conversation(tokenizer, messages, False, None, {}, now)
+    last = conversation.messages[-1]
+    if extra := [field for field in _TOLD if field != "content" and last.get(field)]:
+        raise ParameterError("messages", extra, "the last message must have a text alone to be continued")
+    text = _content(conversation, len(conversation.messages) - 1)
+    _check_shown(conversation)
+    head, tail = encode_head(tokenizer, messages, after=None, now=conversation.now)
+    return head + tokenizer.encode(tail + text)
 
 
 def encode_turn(
@@ -228,6 +250,66 @@ def _mark(tokenizer: Tokenizer, conversation: _Conversation) -> _Marked:
     )
 
 
+def _check_shown(conversation: _Conversation) -> None:
+    """Raises ParameterError for what the template leaves out of its rendering: it is marked, and looked for.
+
+    What showed once of a role's messages is not looked for again.
+    """
+    proven = _proven(conversation.template)
+    said = {
+        (i, field): (str(message["role"]), field, i == 0)
+        for i, message in enumerate(conversation.messages)
+        for field in _TOLD
+        if message.get(field)
+    }
+    hidden = [place for place, kind in said.items() if kind not in proven]
+    for at_end in (True, False):  # a template may cut a text at either end
+        if not hidden:
+            return
+        marks = _unused_characters(len(hidden), [conversation.template, *_strings(conversation.given)])
+        messages = list(conversation.messages)
+        for (i, field), mark in zip(hidden, marks, strict=True):
+            messages[i] = {**messages[i], field: _with_mark(messages[i][field], mark, at_end=at_end)}
+        try:
+            text = replace(conversation, messages=messages).render()
+        except ParameterError:
+            return  # of the marks; or of the messages, and then it is raised for them
+        marked = list(zip(hidden, marks, strict=True))
+        if len(proven) < _MAX_PROVEN:
+            proven.update(said[place] for place, mark in marked if mark in text)
+        hidden = [place for place, mark in marked if mark not in text]
+    if hidden:
+        i, field = hidden[0]
+        why = f"the model's chat template has no place for the {field} of message {i}: leave it out"
+        raise ParameterError("messages", str(conversation.messages[i]["role"])[:20], why)
+
+
+@lru_cache(maxsize=16)
+def _proven(template: str) -> set[tuple[str, str, bool]]:
+    """What the template was seen to show: role, field, and whether of the first message."""
+    return set()
+
+
+def _with_mark(value: object, mark: str, *, at_end: bool) -> object:
+    """The text with the mark at one end; in calls, the mark at each name and among the arguments."""
+    if isinstance(value, str):
+        return value + mark if at_end else mark + value
+    if isinstance(value, list):
+        return [_with_mark(call, mark, at_end=at_end) for call in value]
+    if not isinstance(value, dict):
+        return value
+    marked = dict(value)
+    for name in ("function", "name"):
+        if name in marked:
+            marked[name] = _with_mark(marked[name], mark, at_end=at_end)
+    match marked.get("arguments"):
+        case dict(arguments):
+            marked["arguments"] = {**arguments, mark: mark}
+        case str(arguments):
+            marked["arguments"] = arguments + mark
+    return marked
+
+
 def _replace(conversation: _Conversation, text: str, parts: Sequence[str]) -> _Marked | None:
     """Renders with these parts of the given strings replaced; None when the template does not take that.
 
@@ -288,15 +370,23 @@ def _plain_message(i: int, message: object) -> dict[str, object]:
         raise ParameterError("messages", type(role).__name__, f"the role of message {i} must be a text")
     plain = _plain(message, "messages")
     assert isinstance(plain, dict)
-    match plain.get("content"):
-        case None | str():
-            pass
-        case list(parts):
-            plain["content"] = "\n".join([_text_part(i, part) for part in parts])
-        case other:
-            why = f"the content of message {i} must be a text, a list of text parts, or null"
-            raise ParameterError("messages", type(other).__name__, why)
+    if plain.get("content") is not None:
+        plain["content"] = text_of(plain, i)
     return plain
+
+
+def text_of(message: Message, index: int = 0) -> str:
+    """The content of a message, its parts joined. `index` is told in a ParameterError for what is no text."""
+    match message.get("content"):
+        case None:
+            return ""
+        case str(text):
+            return text
+        case list(parts):
+            return "\n".join([_text_part(index, part) for part in parts])
+        case other:
+            why = f"the content of message {index} must be a text, a list of text parts, or null"
+            raise ParameterError("messages", type(other).__name__, why)
 
 
 def _text_part(i: int, part: object) -> str:
