@@ -245,7 +245,7 @@ def test_concurrent_pulls_download_once():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join()
     assert results == [CONTENT] * 4
     assert len(pip.commands) == 1
 

@@ -20,7 +20,7 @@ import msgspec
 from segue.engine.outputs import EngineOutput, FinishReason, RequestMetrics
 from segue.engine.request import Keep
 from segue.engine_loop import Channel, EngineLoop
-from segue.errors import EngineDead, ParameterError, RequestFailed
+from segue.errors import EngineDead, ParameterError, RequestFailed, describe
 from segue.output_processor import OutputProcessor
 from segue.outputs import Delta, Prompt, RequestOutput, RequestTimes
 from segue.prompts import EncodedPrompt, checked_ids, encode_prompt
@@ -187,8 +187,8 @@ class Answers:
                 output.request_id = name
                 try:
                     self._take_in(output)
-                except Exception as error:
-                    self._end(error)
+                except Exception as error:  # of this request: those of others go on
+                    self._end(RequestFailed(f"request {self.request_id} failed: {describe(error)}"))
             self._channels[name].post(self._news.set)
 
     def _take_in(self, output: EngineOutput) -> None:

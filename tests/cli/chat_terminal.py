@@ -11,7 +11,7 @@ import termios
 import time
 from collections.abc import Iterator
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 300.0
 CTRL_C, CTRL_D = b"\x03", b"\x04"
 
 

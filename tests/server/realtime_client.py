@@ -14,7 +14,7 @@ Event = dict[str, Any]
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(test)
 
 
 def url(server: RunningServer, **query: str) -> str:

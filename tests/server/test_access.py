@@ -34,7 +34,7 @@ def handshake(server: RunningServer, **options: Any) -> tuple[int, bytes]:
         except InvalidStatus as error:
             return error.response.status_code, error.response.body or b""
 
-    return asyncio.run(asyncio.wait_for(run(), 30))
+    return asyncio.run(run())
 
 
 def statuses(server: RunningServer, **headers: str) -> set[int]:

@@ -32,7 +32,7 @@ def browse(server: RunningServer, test: Callable[[Page], Coroutine[Any, Any, Non
                 url.startswith((server.url, "data:")) for url in page.requested if url != "about:blank"
             )
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(run())
 
 
 # --- files ----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_the_view_needs_the_key_and_the_page_does_not(tmp_path: Path, tiny_path:
 def test_the_page_asks_for_the_key(tmp_path: Path, tiny_path: Path, key: str) -> None:
     path = the_browser()
     with serve_process(tmp_path / "log", tiny_path, "--api-key", key) as server:
-        asyncio.run(asyncio.wait_for(_enter_key(path, server, key), 60))
+        asyncio.run(_enter_key(path, server, key))
 
 
 async def _enter_key(path: str, server: RunningServer, key: str) -> None:
