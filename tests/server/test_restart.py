@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -71,6 +72,36 @@ def test_streams_go_on_and_health_tells(tmp_path: Path, long_path: Path) -> None
             reader.join()
         assert states == {(503, "restarting")}
         assert rough == quiet
+        assert server.metric("segue:engine_restarts_total") == 3
+        assert server.log.count("WARNING: the engine's process was ended by SIGKILL") == 3
+        assert len(re.findall(r"WARNING: the engine runs again; \d open requests go on", server.log)) == 3
+
+
+def test_a_model_that_cannot_be_loaded_and_then_can(tmp_path: Path, tiny_path: Path) -> None:
+    """The server says that it is out of order, and why in its log; and it comes back by itself."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_path.read_bytes())
+    body = {"prompt": "the hen", "max_tokens": 5}
+    with serve_process(tmp_path / "log", path, "--max-model-len", "256") as server, server.client() as client:
+        assert server.process is not None
+        (tmp_path / "damaged").write_bytes(b"no model")
+        (tmp_path / "damaged").rename(path)
+        (pid,) = children(server.process.pid)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: client.get("/health").json().get("engine") != "running")
+        until(lambda: client.get("/health").json().get("engine") != "restarting")
+        health, refused = client.get("/health"), client.post("/v1/completions", json=body)
+        assert health.status_code == refused.status_code == 503
+        error = refused.json()["error"]
+        assert error["code"] == "engine_unavailable"
+        assert "could not be loaded again" in error["message"]
+        assert server.metric("segue:engine_restarts_total") >= 5
+        assert "the model could not be loaded again" in server.log
+        (tmp_path / "whole").write_bytes(tiny_path.read_bytes())
+        (tmp_path / "whole").rename(path)
+        until(lambda: client.get("/health").status_code == 200)
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert "Traceback" not in server.log
 
 
 def test_the_next_engine_loads_the_file_that_the_first_one_did(tmp_path: Path, tiny_path: Path) -> None:

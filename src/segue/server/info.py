@@ -33,7 +33,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 class Health(msgspec.Struct, frozen=True):
     engine: EngineState
-    """While it is "restarting", requests are taken, and answered in a moment; while it is "dead", they are refused."""
+    """While it is "restarting", requests are taken, and answered in a moment. There is an error instead while they are refused."""
 
 
 class Version(msgspec.Struct, frozen=True):
