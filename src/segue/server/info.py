@@ -33,7 +33,8 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 class Health(msgspec.Struct, frozen=True):
     engine: EngineState
-    """While it is "restarting", requests are taken, and answered in a moment. There is an error instead while they are refused."""
+    """While it is "restarting", requests are taken, and answered in a moment. While they are refused, there is an error
+    in place of this."""
 
 
 class Version(msgspec.Struct, frozen=True):
