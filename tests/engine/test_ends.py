@@ -69,7 +69,7 @@ def test_killed_around_a_call(tiny_path: Path, call: str, moment: str) -> None:
             names = ("open", "busy", "new", "asked")
             seen.append({name: tokens_of(outputs, name) for name in names})
             left = snapshot_of(engine).requests
-            seen[-1]["left"] = [(each.request_id, each.state, each.num_tokens) for each in left]
+            seen[-1]["left"] = [(each.request_id, each.num_tokens) for each in left]
             for each in left:
                 engine.abort_request(each.request_id)
             drain(engine)

@@ -429,6 +429,8 @@ def test_a_lost_connection_is_taken_up_again(server: RunningServer) -> None:
             server, session_id=created["session"]["id"], last_event_id=last["event_id"]
         ) as again:
             response = (await again.until("response.done"))["response"]
+            if all(event["type"] != "session.resumed" for event in again.events):
+                await again.until("session.resumed")  # the answer was faster
             deltas = [
                 event["delta"]
                 for event in c.events + again.events
@@ -437,7 +439,6 @@ def test_a_lost_connection_is_taken_up_again(server: RunningServer) -> None:
             assert "".join(deltas) == text_of(response)
             numbers = [int(event["event_id"].removeprefix("event_")) for event in c.events + again.events]
             assert numbers == list(range(len(numbers)))
-            assert "session.resumed" in [event["type"] for event in again.events]
             # A second connection takes it over.
             async with client(server, session_id=created["session"]["id"]) as third:
                 await third.until("session.resumed")
