@@ -13,6 +13,7 @@ from segue.engine.outputs import FinishReason
 from segue.engine.request import Chunk, Request, State
 from segue.engine.timeline import Timeline
 from segue.runtime.contract import Sampling, SeqResult, StepPlan, StepResult
+from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
 from tests.engine.harness import (
     EOS,
@@ -25,6 +26,8 @@ from tests.engine.harness import (
     ngram,
     plain_turns,
 )
+from tests.sim.grammar import GrammarParams, SimGuides
+from tests.sim.oracle import OracleExecutor, OracleModel
 
 DEPTHS = (1, 2, 3)
 
@@ -467,3 +470,34 @@ def test_an_empty_chunk_while_the_last_of_the_input_is_computed(depth: int) -> N
     harness.run()
     assert harness.said["a"].token_ids == harness.expect([2, 6, 10], greedy(3)).token_ids
     assert harness.said["other"].token_ids == harness.expect([3, 4], greedy(12, ignore_eos=True)).token_ids
+
+
+def test_who_waits_for_a_grammar_holds_up_nobody() -> None:
+    class SlowGuides(SimGuides):
+        is_done = False
+
+        def is_ready(self, sampling: Sampling, wait_s: float) -> bool:
+            return self.is_done and super().is_ready(sampling, wait_s)
+
+    guides = SlowGuides(32)
+    executor = OracleExecutor(OracleModel(), 64)
+    executor.allocate_kv(16, 4)
+    config = EngineConfig(max_model_len=64, num_kv_blocks=16, block_size=4, max_num_seqs=1)
+    engine = Engine(LocalRuntime(executor, guides=guides), config)
+    engine.add_request("guided", [2, 3, 4], GrammarParams(max_tokens=5))
+    engine.add_request("plain", [2, 3, 5], SamplingParams(max_tokens=5, ignore_eos=True))
+    outputs = [output for _ in range(6) for output in engine.step()]
+    assert {output.request_id for output in outputs} == {"plain"}
+    assert outputs[-1].finished
+    assert (engine.stats.num_waiting, engine.has_unfinished_requests()) == (1, True)
+    assert engine.step() == []
+    guides.is_done = True
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert {output.request_id for output in outputs} == {"guided"}
+    engine.add_request("gone", [2, 3, 4], GrammarParams(max_tokens=5, seed=1))
+    engine.abort_request("gone")
+    assert engine.step() == []
+    assert engine.stats.num_free_blocks == 16
+    engine.close()

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError, InternalServerError, OpenAI
 
 SCHEMA = {
     "type": "object",
@@ -67,6 +67,7 @@ def test_json_schema_in_all_endpoints(openai: OpenAI, temperature: float) -> Non
     ],
 )
 def test_other_forms(openai: OpenAI, structured: dict[str, object], pattern: str) -> None:
+    num_ended = 0
     for seed in range(4):
         completion = openai.completions.create(
             model="tiny",
@@ -76,8 +77,22 @@ def test_other_forms(openai: OpenAI, structured: dict[str, object], pattern: str
             seed=seed,
             extra_body={"structured_outputs": structured},
         )
-        if completion.choices[0].finish_reason == "stop":
-            assert re.fullmatch(pattern, completion.choices[0].text), completion.choices[0].text
+        (choice,) = completion.choices
+        if choice.finish_reason == "stop":
+            num_ended += 1
+            assert re.fullmatch(pattern, choice.text), choice.text
+        else:
+            assert "grammar" in structured, "this answer can have an end only"
+            assert re.fullmatch("a+(cb*)?", choice.text), choice.text
+    assert num_ended > 0
+
+
+def test_json_object_with_a_schema(openai: OpenAI) -> None:
+    response_format: Any = {"type": "json_object", "schema": SCHEMA}
+    answer = openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, response_format=response_format, max_tokens=400
+    )
+    check(answer.choices[0].message.content)
 
 
 def test_json_object(openai: OpenAI) -> None:
@@ -105,6 +120,16 @@ def test_json_object(openai: OpenAI) -> None:
             "structured_outputs",
             "cannot go together",
         ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"properties": {"a": {"items": {"pattern": "((("}}}}},
+                }
+            },
+            "response_format.json_schema.schema",
+            "at properties.a.items: regex parse error",
+        ),
         ({"guided_json": {}}, "guided_json", "structured_outputs"),
     ],
 )
@@ -112,3 +137,19 @@ def test_errors_name_the_field(openai: OpenAI, extra: dict[str, object], param: 
     with pytest.raises(BadRequestError, match=re.escape(why)) as caught:
         openai.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=extra)
     assert (caught.value.param or "").startswith(param)
+
+
+def test_a_wrong_schema_of_a_response_names_its_field(openai: OpenAI) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "egg", "schema": {"type": "strin"}}}
+    with pytest.raises(BadRequestError, match="Invalid type") as caught:
+        openai.responses.create(model="tiny", input="x", text=text)
+    assert caught.value.param == "text.format.schema"
+
+
+def test_a_grammar_over_a_limit_is_an_error_and_others_go_on(openai: OpenAI) -> None:
+    grammar = "start: " + " | ".join(f'"w{i}x"' for i in range(3000))
+    with pytest.raises(InternalServerError, match="the grammar of the answer is over a limit"):
+        openai.with_options(max_retries=0).completions.create(
+            model="tiny", prompt="the hen", extra_body={"structured_outputs": {"grammar": grammar}}
+        )
+    assert openai.completions.create(model="tiny", prompt="the hen").choices[0].finish_reason == "length"

@@ -12,6 +12,7 @@ from segue.server.options import ToolFormat
 from segue.server.tools.reader import Call, Steps, ToolReader
 
 HERMES_MARKER = "<tool_call>"
+HERMES_END = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_MARKER = "[TOOL_CALLS]"
 
@@ -21,9 +22,10 @@ class HermesReader(ToolReader):
         while (yield from self.content_until(HERMES_MARKER)):
             self.begin_raw(HERMES_MARKER)
             yield from self.space()
-            if (yield from self.call(self.object_call)):
+            if (yield from self.call(self.object_call, end=HERMES_END)):
                 yield from self.space()
-                yield from self.literal("</tool_call>")
+                yield from self.literal(HERMES_END)
+            if self.num_calls:
                 yield from self.space()
 
 
@@ -66,10 +68,12 @@ class MistralReader(ToolReader):
             yield from self.space()
             if self.char == "]":
                 yield from self.next()
-            if self.char != ",":
                 return
-            yield from self.next()
-            yield from self.space()
+            if self.char == ",":
+                yield from self.next()
+                yield from self.space()
+            elif self.char != "{":  # as with commas that are missing inside a call
+                return
 
     def _named(self, call: Call) -> Steps:
         name = ""

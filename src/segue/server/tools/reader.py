@@ -141,22 +141,31 @@ class ToolReader(ABC):
         return False
 
     def call(
-        self, body: "Callable[[Call], Steps]", *, known_only: bool = False
+        self, body: "Callable[[Call], Steps]", *, known_only: bool = False, end: str = ""
     ) -> Generator[None, None, bool]:
-        """Reads a call. Returns False when it is none; what was read of it since `begin_raw` is then content,
-        unless its name was passed on already."""
+        """Reads a call. Returns False when it is none; what was read of it since `begin_raw` is then content.
+
+        One whose name was passed on stays a call, with the arguments that could be read; what is left of it, past
+        `end` (by default: all that there is), is no content.
+        """
         call = Call(self, known_only=known_only)
         try:
             yield from body(call)
             call.end()
         except NotACall:
-            if not call.has_started:
+            if call.has_started:
+                call.flush()
+                yield from self._skip_past(end)
+            else:
                 self.emit(self.raw())
             return False
         return True
 
     def object_call(self, call: "Call") -> Steps:
-        """{"name": "…", "arguments": {…}}, in any order, with other members ignored."""
+        """{"name": "…", "arguments": {…}}, in any order, with other members ignored, and commas that are missing.
+
+        Of several members with arguments the first counts that has some.
+        """
         yield from self._expect("{")
         yield from self.space()
         while self.char != "}":
@@ -166,15 +175,26 @@ class ToolReader(ABC):
             yield from self.space()
             if key == "name":
                 call.start((yield from self._string()))
+            elif key in _ARGUMENT_KEYS and not call.has_arguments:
+                yield from self.value(call.add)
+                call.drop_empty()
             else:
-                yield from self.value(call.add if key in _ARGUMENT_KEYS else _ignore)
+                yield from self.value(_ignore)
             yield from self.space()
             if self.char == ",":
                 yield from self.next()
                 yield from self.space()
-            elif self.char != "}":
+            elif self.char not in ("}", '"'):
                 raise NotACall
         yield from self.next()
+
+    def _skip_past(self, end: str) -> Steps:
+        last = ""
+        while self.char:
+            last = (last + self.char)[-len(end) :]
+            yield
+            if last == end:
+                return
 
     def value(self, sink: Sink) -> Steps:
         """One JSON value, as it is written; arguments that a model wrote as a string of JSON lose the quotes."""
@@ -238,7 +258,7 @@ class ToolReader(ABC):
 
 
 class Call:
-    """A call that is being read. Arguments that come before the name wait for it."""
+    """A call that is being read. Arguments that come before the name wait for it, and `{}` until something follows."""
 
     def __init__(self, reader: ToolReader, *, known_only: bool) -> None:
         self.has_started = False
@@ -246,7 +266,8 @@ class Call:
         self._known_only = known_only
         self._index = reader.num_calls
         self._waiting = ""
-        self._has_arguments = False
+        self.has_arguments = False
+        """More than `{}`."""
 
     def start(self, name: str) -> None:
         """Raises NotACall for a name that cannot be."""
@@ -255,24 +276,35 @@ class Call:
         self.has_started = True
         self._reader.num_calls += 1
         self._reader.add_piece(CallStart(self._index, name))
-        waiting, self._waiting = self._waiting, ""
-        if waiting:
-            self.add(waiting)
+        if self.has_arguments:
+            self.flush()
 
     def add(self, text: str) -> None:
         """More of the arguments."""
-        self._has_arguments = True
-        if self.has_started:
-            self._reader.add_piece(CallArguments(self._index, text))
-        else:
-            self._waiting += text
+        self._waiting += text
+        if not self.has_arguments:
+            self.has_arguments = "".join(self._waiting.split()) not in ("", "{", "{}")
+        if self.has_arguments and self.has_started:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pass on what waits."""
+        if self._waiting:
+            self._reader.add_piece(CallArguments(self._index, self._waiting))
+            self._waiting = ""
+
+    def drop_empty(self) -> None:
+        """The arguments are complete; if there were none, others may follow."""
+        if not self.has_arguments:
+            self._waiting = ""
 
     def end(self) -> None:
         """The call is complete. Raises NotACall without a name."""
         if not self.has_started:
             raise NotACall
-        if not self._has_arguments:
-            self.add("{}")
+        if not self.has_arguments:
+            self._waiting = "{}"
+        self.flush()
 
 
 def _ignore(text: str) -> None:
