@@ -246,6 +246,9 @@ def test_progress_says_that_there_will_be_none() -> None:
             session.append("hi stop")
             with pytest.raises(RequestFailed):
                 await computed(session)
+            later = session.progress()  # raises when it is awaited, not in what is done meanwhile
+            with pytest.raises(RequestFailed):
+                await later
             session.append("!")
             await computed(session)
         finally:

@@ -9,7 +9,7 @@ from typing import Self
 
 from segue.engine.outputs import EngineSnapshot, FinishReason
 from segue.engine_loop import Channel, EngineLoop
-from segue.errors import CapacityError, ParameterError
+from segue.errors import CapacityError, EngineDead, ParameterError, RequestFailed
 from segue.outputs import CompletionOutput, Delta
 from segue.sample.params import SamplingParams
 from segue.session.answer import AnswerSoFar
@@ -46,7 +46,7 @@ class Session(LiveSession["Answer", Channel]):
         computed when the answer begins. This is how it is when `progress` is called: what is told afterwards comes
         behind it. Raises RequestFailed or EngineDead where it could not be computed; the next operation tries again."""
         if self._link is not None and self._link.error is not None:
-            raise self._link.error
+            return _raised(self._link.error)
         snapshot = None
         if self._link is not None:
             snapshot = asyncio.wrap_future(self._manager.loop.ask_snapshot(self._link.line.request_id))
@@ -149,6 +149,10 @@ class Answer(SessionAnswer, AsyncIterator[Delta]):
         async for _ in self:
             pass
         return self.delivered().text
+
+
+async def _raised(error: EngineDead | RequestFailed) -> tuple[int, int]:
+    raise error
 
 
 async def _progress(num_tokens: int, snapshot: "asyncio.Future[EngineSnapshot] | None") -> tuple[int, int]:
