@@ -1,6 +1,7 @@
 """What is wrong with a request comes back as OpenAI's error object, with the field's name."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
         (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         (RESPONSES, {"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
         (RESPONSES, {"input": "a", "background": True}, "background"),
         (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("/tokenize", {}, "prompt"),
@@ -338,5 +340,30 @@ def test_a_request_that_fails(scripted: Scripted) -> None:
         event = json.loads(last)
         assert event["type"] == "response.failed"
         assert "the step broke" in event["response"]["error"]["message"]
+        assert scripted.server.metric("segue:requests_failed_total") == 3
+        assert scripted.server.metric("segue:requests_cancelled_total") == 0
         scripted.script.failure = None
         assert client.post(COMPLETIONS, json={"prompt": "a"}).json()["choices"][0]["text"] == "the hen"
+
+
+def test_a_response_that_fails_leaves_no_item_in_progress(scripted: Scripted) -> None:
+    script = scripted.script
+    script.gate = threading.Semaphore(1)
+    scripted.say("the hen " * 100)
+    with (
+        scripted.server.client() as client,
+        client.stream("POST", RESPONSES, json={"input": "a", "stream": True}) as stream,
+    ):
+        for line in stream.iter_lines():
+            if line == "event: response.output_text.delta" and script.failure is None:
+                script.failure = RuntimeError("the step broke")
+                script.gate.release(100)
+            if line.startswith("data: "):
+                last = line.removeprefix("data: ")
+            if line == "event: response.output_item.added":
+                script.gate.release()
+    event = json.loads(last)
+    assert event["type"] == "response.failed"
+    (item,) = event["response"]["output"]
+    assert item["status"] == "incomplete"
+    assert item["content"][0]["text"]

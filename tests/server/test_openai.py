@@ -9,6 +9,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from segue import LLM, SamplingParams
+from segue.server.response_objects import MessageItem, OutputText
+from segue.server.stored_items import StoredItems
 from tests.server.running import RunningServer
 
 HELLO: Any = [{"role": "user", "content": "the hen and the inn"}]
@@ -221,3 +223,60 @@ def test_response_streams_the_documented_events(openai: OpenAI) -> None:
         json.loads(whole.to_json())["output"][0]["content"]
         == json.loads(last.response.to_json())["output"][0]["content"]
     )
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_items_of_an_answer_can_be_referred_to(server: RunningServer, *, stream: bool) -> None:
+    """As Vercel's client does from its second turn on."""
+    question = {"role": "user", "content": "the hen"}
+    settings = {"temperature": 0, "max_output_tokens": 8}
+    with server.client() as client:
+
+        def answer(*items: dict[str, str], **more: object) -> dict[str, Any]:
+            body = {"input": [question, *items], **settings, **more}
+            if not stream:
+                return dict(client.post("/v1/responses", json=body).json())
+            with client.stream("POST", "/v1/responses", json={**body, "stream": True}) as events:
+                data = [line for line in events.iter_lines() if line.startswith("data: ")]
+            return dict(json.loads(data[-1].removeprefix("data: "))["response"])
+
+        first, unstored = answer(), answer(store=False)
+        assert (first["store"], unstored["store"]) == (True, False)
+        (item,) = first["output"]
+        again = {"role": "user", "content": "an inn"}
+        said = {"role": "assistant", "content": item["content"][0]["text"]}
+        by_reference = answer({"type": "item_reference", "id": item["id"]}, again)
+        assert by_reference["output"][0]["content"] == answer(said, again)["output"][0]["content"]
+        reference = {"type": "item_reference", "id": unstored["output"][0]["id"]}
+        refused = client.post("/v1/responses", json={"input": [reference]})
+        assert refused.status_code == 400
+        assert "send the item itself" in refused.json()["error"]["message"]
+
+
+def test_stored_items_have_a_bound() -> None:
+    stored = StoredItems(max_bytes=1000)
+    for number in range(20):
+        stored.keep(MessageItem(id=f"msg_{number}", content=[OutputText(text="x" * 100)]))
+    kept = [number for number in range(20) if stored.find(f"msg_{number}") is not None]
+    assert 0 < len(kept) < 10
+    assert kept == list(range(20 - len(kept), 20))
+
+
+def test_a_response_says_which_format_was_asked_for(openai: OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    text: Any = {"format": {"type": "json_schema", "name": "one", "schema": schema, "strict": True}}
+    response = openai.responses.create(model="tiny", input="the hen", text=text, max_output_tokens=20)
+    assert response.text is not None
+    assert response.text.format is not None
+    assert response.text.format.model_dump(by_alias=True, exclude_none=True) == text["format"]
+    for kind in ("json_object", "text"):
+        text = {"format": {"type": kind}}
+        response = openai.responses.create(model="tiny", input="the hen", text=text, max_output_tokens=20)
+        assert response.text is not None
+        assert response.text.format is not None
+        assert response.text.format.type == kind

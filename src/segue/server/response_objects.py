@@ -76,8 +76,21 @@ class PlainText(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     pass
 
 
+class JsonObjectText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="json_object"):
+    schema: dict[str, object] | msgspec.UnsetType = msgspec.UNSET
+
+
+class JsonSchemaText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="json_schema"):
+    name: str | None
+    schema: dict[str, object]
+    description: str | None
+    strict: bool | None
+
+
 class TextSettings(msgspec.Struct, frozen=True):
-    format: PlainText = PlainText()
+    """As they were asked for."""
+
+    format: PlainText | JsonObjectText | JsonSchemaText = PlainText()
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
@@ -96,7 +109,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     parallel_tool_calls: bool
     previous_response_id: None = None
     reasoning: None = None
-    store: bool = False
+    store: bool
     temperature: float
     text: TextSettings = TextSettings()
     tool_choice: Literal["none", "auto", "required"] | NamedFunction

@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer form of a conversation. Text and function calls; nothing is stored.
+"""POST /v1/responses: OpenAI's newer form of a conversation. Text and function calls; items are kept a while.
 
 The answer is built by its events: what is not streamed is the last event's response.
 """
@@ -39,12 +39,15 @@ from segue.server.response_objects import (
     Item,
     ItemAdded,
     ItemDone,
+    JsonObjectText,
+    JsonSchemaText,
     MessageItem,
     NamedFunction,
     OutputText,
     OutputTokensDetails,
     PartAdded,
     PartDone,
+    PlainText,
     ResponseError,
     ResponseEvent,
     ResponseObject,
@@ -52,9 +55,11 @@ from segue.server.response_objects import (
     Status,
     TextDelta,
     TextDone,
+    TextSettings,
 )
 from segue.server.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, Count, SamplingFields
 from segue.server.serving import Serving, new_id, serving_of
+from segue.server.stored_items import StoredItems
 from segue.server.structured import ResponseFormat, check_grammar
 from segue.server.tools.calls import (
     FunctionDefinition,
@@ -83,14 +88,13 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         **UNSUPPORTED_SAMPLING,
-        "previous_response_id": Unsupported("nothing is stored here; send the conversation as input"),
-        "conversation": Unsupported("nothing is stored here; send the conversation as input"),
+        "previous_response_id": Unsupported("responses are not stored here; send the conversation as input"),
+        "conversation": Unsupported("conversations are not stored here; send the conversation as input"),
         "background": Unsupported("is not supported", (False,)),
         "prompt": Unsupported("prompt templates are not supported; use instructions and input"),
         "truncation": Unsupported("is not supported; shorten the input", ("disabled",)),
     }
     ignored: ClassVar[frozenset[str]] = IGNORED_SAMPLING | {
-        "store",
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
@@ -112,6 +116,8 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
+    store: bool | None = None
+    """Unless false, the items of the answer are kept for `item_reference`."""
     text: TextOptions | None = None
 
     def sampling_params(self, options: ServerOptions) -> SamplingParams:
@@ -145,6 +151,7 @@ class _Writer:
     ) -> None:
         self._body = body
         self._answers = answers
+        self._stored = serving.stored_items
         self._response = response
         self._logprobs = LogprobWriter(serving.llm.get_tokenizer(), as_ids=False)
         self._tools = _tool_use(serving, body)
@@ -161,7 +168,9 @@ class _Writer:
         if tools.needs_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         with fields_named({"text": "input", "messages": "input", "prompt_token_ids": "input"}):
-            ids = await encode_messages(serving, _messages(body), tools=tools.for_template)
+            ids = await encode_messages(
+                serving, _messages(body, serving.stored_items), tools=tools.for_template
+            )
             prompt = EncodedPrompt(text=None, token_ids=ids, cache_salt=body.cache_salt)
             answers = Answers(serving, [prompt], params, priority=body.priority or 0)
         response = ResponseObject(
@@ -172,7 +181,9 @@ class _Writer:
             metadata=body.metadata or {},
             model=model,
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            store=body.store is not False,
             temperature=params.temperature,
+            text=TextSettings(_text_format(body.text)),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=params.top_p,
@@ -194,6 +205,9 @@ class _Writer:
             except Exception as error:
                 status, body = error_of(error)
                 self._response.status = "failed"
+                for item in self._response.output:
+                    if item.status == "in_progress":
+                        item.status = "incomplete"
                 self._response.error = ResponseError(
                     code=body.error.code or ("server_error" if status >= 500 else "invalid_prompt"),
                     message=body.error.message,
@@ -229,6 +243,9 @@ class _Writer:
     def _end(self, last: Delta) -> ResponseEvent:
         response = self._response
         response.usage = _usage(self._answers.usage)
+        if response.store:
+            for item in response.output:
+                self._stored.keep(item)
         if last.finish_reason == "stop":
             response.status = "completed"
             return Completed(response=response)
@@ -338,15 +355,28 @@ def _tool_use(serving: Serving, body: ResponsesRequest) -> ToolUse:
     return ToolUse.of(serving, tools, choice, body.parallel_tool_calls)
 
 
-def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+def _text_format(options: TextOptions | None) -> PlainText | JsonObjectText | JsonSchemaText:
+    """What was asked for, as a response says it."""
+    asked = None if options is None else options.format
+    if asked is None or asked.type == "text":
+        return PlainText()
+    given = asked if asked.json_schema is None else asked.json_schema
+    if asked.type == "json_schema" and given.schema is not None:
+        return JsonSchemaText(
+            name=given.name, schema=given.schema, description=given.description, strict=given.strict
+        )
+    return JsonObjectText(schema=msgspec.UNSET if given.schema is None else given.schema)
+
+
+def _messages(body: ResponsesRequest, stored: StoredItems) -> list[dict[str, Any]]:
     """The input as chat messages. Raises ParameterError."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    for i, item in enumerate(body.input):
-        match item:
+    for i, given in enumerate(body.input):
+        match item := _resolved(i, given, stored):
             case {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}:
                 call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
                 if messages and messages[-1]["role"] == "assistant":
@@ -364,6 +394,23 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
                     "input", _kind(item), f"item {i} is no message, function call or output of one"
                 )
     return messages
+
+
+def _resolved(i: int, item: dict[str, object], stored: StoredItems) -> dict[str, object]:
+    """An item, or the one that it refers to."""
+    match item:
+        case {"type": "item_reference", "id": str(item_id)}:
+            found = stored.find(item_id)
+            if found is None:
+                raise ParameterError(
+                    "input",
+                    item_id[:60],
+                    f"item {i} refers to an item that is not kept here (any more): send the item itself, as "
+                    "clients do that are told store=false",
+                )
+            return found
+        case _:
+            return item
 
 
 def _text(i: int, content: object) -> str:

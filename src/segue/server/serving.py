@@ -13,6 +13,7 @@ from segue.async_llm import AsyncLLM
 from segue.server.errors import HttpError
 from segue.server.metrics import Metrics
 from segue.server.options import ServerOptions, ToolFormat
+from segue.server.stored_items import StoredItems
 from segue.server.tools.formats import tool_format_of
 
 log = logging.getLogger("segue.server")
@@ -33,6 +34,7 @@ class Serving:
         self.model_names = options.served_model_names or (model,)
         self.created = self.now()
         self.metrics = Metrics(self.model_name)
+        self.stored_items = StoredItems()
         self._warnings: set[str] = set()
 
     @property
