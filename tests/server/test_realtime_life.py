@@ -472,6 +472,17 @@ def test_an_answer_of_an_engine_that_is_gone_ends(long_path: Path) -> None:
     with_session(long_path, test)
 
 
+def test_input_that_cannot_be_computed_is_told(long_path: Path) -> None:
+    """Nobody waits in vain for its progress."""
+
+    async def test(llm: AsyncLLM, serving: Serving, session: RealtimeSession, told: Told) -> None:
+        await session.receive('{"type": "input_text.append", "text": "the hen"}')
+        llm.shutdown()
+        assert (await told.until("error"))["error"]["code"] == "engine_unavailable"
+
+    with_session(long_path, test)
+
+
 def test_an_event_is_carried_out_whole(long_path: Path) -> None:
     """Whenever its connection ends: here, while it waits for a client that does not read."""
 

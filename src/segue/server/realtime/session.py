@@ -478,7 +478,8 @@ class RealtimeSession:
                 return
             try:
                 num_tokens, num_computed = await session.progress()
-            except SegueError:  # of which the next event hears
+            except SegueError as error:
+                self.tell_error(error)
                 return
             # The last token is left for the step that samples; a few more may change with what follows.
             if (num_tokens, num_computed) != told:
