@@ -19,6 +19,7 @@ from segue.cli.talk.backend import ReplyEnd, ReplyStats, Turn
 from segue.cli.talk.conversation import Conversation
 from segue.cli.talk.remote import ServerAddress
 from segue.cli.talk.terminal import Entry
+from segue.display import terminal_text
 from segue.errors import CapacityError, FailedError, ParameterError, RequestFailed, UsageError
 from segue.llm import LLM
 from tests.cli.chat_terminal import CTRL_C, CTRL_D, chat_terminal
@@ -433,7 +434,7 @@ def test_ctrl_c_stops_an_answer_which_is_remembered_as_shown(
     asked, answer = json.loads(saved.read_text())
     assert asked["content"] == "the hen"
     text = shown.removesuffix(b" ...\r\n").replace(b"^C", b"").replace(b"\r\n", b"\n")
-    assert text == answer["content"].encode()
+    assert text == terminal_text(answer["content"]).encode()
     assert b"Traceback" not in terminal.shown
 
 

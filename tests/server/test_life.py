@@ -34,6 +34,7 @@ def send(server: RunningServer, body: dict[str, Any], path: str = "/v1/completio
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_request(server: RunningServer, stream: bool) -> None:
     cancelled = server.metric("segue:requests_cancelled_total")
+    used = server.metric("vllm:kv_cache_usage_perc")  # by sessions of other tests, until they time out
     connection = send(server, {**ENDLESS, "stream": stream, "n": 2})
     if stream:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
@@ -41,7 +42,7 @@ def test_a_client_that_goes_away_frees_its_request(server: RunningServer, stream
     connection.close()
     until(lambda: server.metric(RUNNING) == 0)
     assert server.metric("segue:requests_cancelled_total") == cancelled + 1
-    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") <= used
 
 
 def test_one_of_several_prompts_ends_them_all(server: RunningServer) -> None:
