@@ -11,9 +11,9 @@ import statistics
 import time
 from collections.abc import Iterator
 
+from segue.contract.step import Sampling, SeqResult, SeqStep, StepPlan, StepResult
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
-from segue.runtime.contract import Sampling, SeqResult, SeqStep, StepPlan, StepResult
 from segue.sample.params import SamplingParams
 
 VOCAB_SIZE = 32_000

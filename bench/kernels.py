@@ -20,12 +20,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the threads are ours
 import numpy as np
 
 from segue.cli.table import format_table
-from segue.hub import resolve_model
+from segue.contract.step import Sampling, SeqStep
 from segue.models import build_program
 from segue.models.program import Attention, Embed, Linear, Op, Program
-from segue.runtime.contract import Sampling, SeqStep
 from segue.runtime.native import NativeExecutor
 from segue.weights.gguf import load_gguf
+from segue.weights.hub import resolve_model
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 
 LAYERS = 30

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from segue.hub import resolve_model
 from segue.models import build_program
 from segue.runtime.native import NativeExecutor
 from segue.runtime.reference import ReferenceExecutor
 from segue.tokens import Tokenizer
 from segue.weights.gguf import load_gguf
+from segue.weights.hub import resolve_model
 
 FloatArray = npt.NDArray[np.float32]
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from segue.args import EngineArgs
-from segue.engine_loop import EngineLoop
+from segue.host.loop import EngineLoop
 from segue.sample.params import SamplingParams
 from segue.session.live import Session, SessionManager
 

@@ -24,9 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from segue.cli.table import format_table
-from segue.hub import resolve_model
 from segue.tokens import Tokenizer
 from segue.weights.gguf import load_gguf
+from segue.weights.hub import resolve_model
 
 HERE = Path(__file__).parent
 DECODE_PROMPT_LEN = 16

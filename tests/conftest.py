@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from segue import hub
 from segue.errors import DownloadError
-from segue.llm import LLM
+from segue.llm.llm import LLM
+from segue.weights import hub
 from tests.weights.make_gguf import tiny_llama
 
 

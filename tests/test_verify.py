@@ -12,9 +12,9 @@ import pytest
 
 from segue.cli.main import run_command
 from segue.cli.verify import check
-from segue.engine.outputs import FinishReason
+from segue.contract.reports import FinishReason
+from segue.contract.step import Executor, ForwardResult, SeqStep
 from segue.errors import FailedError, ParameterError
-from segue.runtime.contract import Executor, ForwardResult, SeqStep
 from segue.tokens import Tokenizer
 from segue.verify.cases import Scope, build_cases, prompt_ids
 from segue.verify.delivery import Answer

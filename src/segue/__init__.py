@@ -13,9 +13,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from segue.answer_stream import StreamingInput
+    from segue.answers.outputs import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
+    from segue.answers.stream import StreamingInput
     from segue.args import EngineArgs
-    from segue.async_llm import AsyncLLM
     from segue.engine.config import SpeculativeConfig
     from segue.errors import (
         CapacityError,
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
         SessionError,
         UsageError,
     )
-    from segue.llm import LLM
-    from segue.outputs import CompletionOutput, Logprob, RequestOutput, TextPrompt, TokensPrompt
+    from segue.llm.async_llm import AsyncLLM
+    from segue.llm.llm import LLM
     from segue.sample.params import SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "LLM": "segue.llm",
-    "AsyncLLM": "segue.async_llm",
-    "StreamingInput": "segue.answer_stream",
+    "LLM": "segue.llm.llm",
+    "AsyncLLM": "segue.llm.async_llm",
+    "StreamingInput": "segue.answers.stream",
     "EngineArgs": "segue.args",
     "SamplingParams": "segue.sample.params",
     "SpeculativeConfig": "segue.engine.config",
-    "CompletionOutput": "segue.outputs",
-    "Logprob": "segue.outputs",
-    "RequestOutput": "segue.outputs",
-    "TextPrompt": "segue.outputs",
-    "TokensPrompt": "segue.outputs",
+    "CompletionOutput": "segue.answers.outputs",
+    "Logprob": "segue.answers.outputs",
+    "RequestOutput": "segue.answers.outputs",
+    "TextPrompt": "segue.answers.outputs",
+    "TokensPrompt": "segue.answers.outputs",
     "SegueError": "segue.errors",
     "UsageError": "segue.errors",
     "ParameterError": "segue.errors",

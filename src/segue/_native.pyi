@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from segue.runtime.contract import SeqStep
+from segue.contract.step import SeqStep
 
 _Logprobs = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 """The fields of `TokenLogprobs`."""

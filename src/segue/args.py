@@ -16,8 +16,8 @@ from segue.engine.config import EngineConfig, SchedulingPolicy, SpeculativeConfi
 from segue.errors import CapacityError, ParameterError
 
 if TYPE_CHECKING:
-    from segue.engine.client import EngineClient
-    from segue.runtime.contract import Executor
+    from segue.contract.step import Executor
+    from segue.host.client import EngineClient
     from segue.speculate.drafter import Drafter
     from segue.tokens import Tokenizer
     from segue.weights.model_file import ModelFile
@@ -121,7 +121,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         limited = self._within_cpus()
         if not limited.engine_process:
             return limited.build()
-        from segue.engine.process import EngineProcess
+        from segue.host.process import EngineProcess
         from segue.tokens import Tokenizer
         from segue.weights.gguf import load_gguf
 
@@ -147,7 +147,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def _with_files(self) -> "EngineArgs":
         """The same with the files that the models' names lead to now. Raises ModelFileError."""
-        from segue.hub import resolve_model
+        from segue.weights.hub import resolve_model
 
         def file_of(name: str) -> str:
             return str(resolve_model(name).resolve())
@@ -160,11 +160,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     def build(self) -> "LoadedModel":
         """The model's engine in this process. Raises ModelFileError, ParameterError, CapacityError."""
         from segue.engine.engine import Engine
-        from segue.hub import resolve_model
         from segue.runtime.runtime import LocalRuntime
         from segue.sample.guide import GrammarGuides
         from segue.tokens import Tokenizer
         from segue.weights.gguf import load_gguf
+        from segue.weights.hub import resolve_model
 
         file = load_gguf(resolve_model(self.model))
         tokenizer = Tokenizer.from_model(file)
@@ -197,8 +197,8 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def _draft_executor(self, target: "ModelFile") -> "Executor | None":
         """The draft model's, if there is one. Its ids must mean what the target's mean."""
-        from segue.hub import resolve_model
         from segue.weights.gguf import load_gguf
+        from segue.weights.hub import resolve_model
 
         config = SpeculativeConfig.of(self.speculative_config)
         if config is None or config.model is None:

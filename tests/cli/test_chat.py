@@ -21,7 +21,7 @@ from segue.cli.talk.remote import ServerAddress
 from segue.cli.talk.terminal import Entry
 from segue.display import terminal_text
 from segue.errors import CapacityError, FailedError, ParameterError, RequestFailed, UsageError
-from segue.llm import LLM
+from segue.llm.llm import LLM
 from tests.cli.chat_terminal import CTRL_C, CTRL_D, chat_terminal
 from tests.server.running import RunningServer, serve_process
 from tests.weights.make_gguf import tiny_llama

@@ -15,7 +15,7 @@ from segue.cli.main import run_command
 from segue.cli.output import print_json, write_answer
 from segue.cli.table import format_table
 from segue.display import one_line
-from segue.llm import LLM
+from segue.llm.llm import LLM
 from tests.weights.make_gguf import tiny_llama
 from tests.weights.raw_gguf import STRING, entry, gguf, string
 
@@ -306,7 +306,7 @@ def test_bench_that_does_not_fit(segue: Command, tiny_path: Path) -> None:
 
 
 def test_pull_prints_the_path(segue: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("segue.hub.pull", lambda alias: tmp_path / f"{alias}.gguf")
+    monkeypatch.setattr("segue.weights.hub.pull", lambda alias: tmp_path / f"{alias}.gguf")
     assert segue("pull", "smollm2") == (0, f"{tmp_path / 'smollm2.gguf'}\n", "")
 
 
@@ -323,7 +323,7 @@ def test_pull_shows_progress_on_a_terminal(
             return True
 
     terminal = Terminal()
-    monkeypatch.setattr("segue.hub.pull", pull)
+    monkeypatch.setattr("segue.weights.hub.pull", pull)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys, "stderr", terminal)

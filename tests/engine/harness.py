@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from segue.contract.reports import EngineOutput
+from segue.contract.step import Sampling, TokenLogprobs
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
-from segue.engine.outputs import EngineOutput
 from segue.engine.request import Request
-from segue.runtime.contract import Sampling, TokenLogprobs
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from segue import AsyncLLM, EngineArgs, EngineDead, RequestFailed, SamplingParams, StreamingInput
-from segue.engine.client import EngineClient
-from segue.engine.outputs import EngineOutput
-from segue.engine.process import EngineProcess
-from segue.engine_loop import EngineLoop
-from segue.output_processor import OutputProcessor, Processed
-from tests.engine.processes import drain, kill, process_of, snapshot_of, stopped, tokens_of
+from segue.answers.processor import OutputProcessor, Processed
+from segue.contract.reports import EngineOutput
+from segue.host.client import EngineClient
+from segue.host.loop import EngineLoop
+from segue.host.process import EngineProcess
+from tests.host.processes import drain, kill, process_of, snapshot_of, stopped, tokens_of
 
 PARAMS = SamplingParams(seed=5, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(seed=5, max_tokens=200, ignore_eos=True)

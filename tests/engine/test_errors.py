@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from segue.contract.reports import FinishReason
 from segue.engine.config import EngineConfig, SpeculativeConfig
-from segue.engine.outputs import FinishReason
 from segue.errors import CapacityError, ParameterError, UsageError
 from segue.sample.params import SamplingParams
 from tests.engine.harness import Harness, draft_model, greedy, ngram, plain_turns

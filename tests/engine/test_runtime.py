@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from segue.runtime.contract import (
+from segue.contract.step import (
     MAX_STEPS_IN_FLIGHT,
     NOT_FINITE,
     After,

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from segue.contract.reports import FinishReason
+from segue.contract.step import Sampling, SeqResult, StepPlan, StepResult
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
-from segue.engine.outputs import FinishReason
 from segue.engine.request import Chunk, Request, State
 from segue.engine.timeline import Timeline
-from segue.runtime.contract import Sampling, SeqResult, StepPlan, StepResult
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
 from tests.engine.harness import (

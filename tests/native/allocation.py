@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from segue.contract.step import ForwardResult, Sampling, SeqStep
 from segue.errors import CapacityError
-from segue.runtime.contract import ForwardResult, Sampling, SeqStep
 from segue.runtime.native import NativeExecutor
 from tests.native.models import Loaded, load
 

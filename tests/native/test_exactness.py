@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from segue.runtime.contract import Sampling, SeqStep, TokenLogprobs
+from segue.contract.step import Sampling, SeqStep, TokenLogprobs
 from segue.runtime.native import NativeExecutor
 from tests.native.models import FLOAT_TYPES, QUANTISED_TYPES, Loaded, make_executor
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from segue.contract.step import NOT_FINITE, Sampling, SeqStep
 from segue.errors import CapacityError, ModelFileError, ParameterError
 from segue.models.program import Logits, Program
-from segue.runtime.contract import NOT_FINITE, Sampling, SeqStep
 from segue.runtime.native import NativeExecutor, available_cpus
 from segue.runtime.reference import ReferenceExecutor
 from segue.sample.reference import row_logprobs, sample_row

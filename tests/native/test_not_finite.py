@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from segue.contract.step import NOT_FINITE, Executor, ForwardResult, Sampling, SeqStep
 from segue.models import build_program
 from segue.models.program import Program
-from segue.runtime.contract import NOT_FINITE, Executor, ForwardResult, Sampling, SeqStep
 from segue.runtime.reference import ReferenceExecutor
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, TensorType

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from segue.contract.step import NOT_FINITE, ForwardResult, Sampling, SeqStep, TokenLogprobs
 from segue.errors import CapacityError
 from segue.models import build_program
 from segue.models.program import Program
-from segue.runtime.contract import NOT_FINITE, ForwardResult, Sampling, SeqStep, TokenLogprobs
 from segue.runtime.reference import ReferenceExecutor
 from segue.sample.reference import row_logprobs, sample_row
 from segue.weights.dequantize import dequantize

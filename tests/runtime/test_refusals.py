@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from segue.contract.step import After, Sampling, SeqStep
 from segue.models import build_program
-from segue.runtime.contract import After, Sampling, SeqStep
 from segue.runtime.native import NativeExecutor
 from segue.runtime.reference import ReferenceExecutor
 from segue.weights.gguf import load_gguf

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from segue import _native
-from segue.runtime.contract import Sampling, TokenLogprobs
+from segue.contract.step import Sampling, TokenLogprobs
 
 
 def spec_of(sampling: Sampling) -> _native.SamplingSpec:

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from segue.args import EngineArgs, EngineOptions
+from segue.contract.reports import EngineOutput
+from segue.contract.step import Sampling
 from segue.engine.check import check_chunk
 from segue.engine.config import EngineConfig
-from segue.engine.outputs import EngineOutput
 from segue.errors import ParameterError, RequestFailed
-from segue.llm import LLM
-from segue.runtime.contract import Sampling
+from segue.llm.llm import LLM
 from segue.sample import guide as guide_module
 from segue.sample.guide import Grammar, GrammarGuides
 from segue.sample.params import SamplingParams, StructuredOutputsParams

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue import _native
-from segue.runtime.contract import Sampling
+from segue.contract.step import Sampling
 from segue.sample import reference
 from tests.sample import native
 

@@ -7,7 +7,7 @@ import pytest
 from openai import OpenAI
 
 from segue import LLM, AsyncLLM, EngineArgs
-from segue.server.options import ServerOptions
+from segue.server.shared.options import ServerOptions
 from segue.tokens import Tokenizer
 from segue.weights.gguf import load_gguf
 from tests.server.running import RunningServer, Script, scripted_args, serve_process, serve_script

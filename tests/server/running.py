@@ -18,10 +18,10 @@ import httpx
 import uvicorn
 
 from segue import AsyncLLM, EngineArgs
-from segue.runtime.contract import ForwardResult, SeqStep, TokenLogprobs
+from segue.contract.step import ForwardResult, SeqStep, TokenLogprobs
 from segue.server.app import create_app
-from segue.server.options import ServerOptions
-from segue.server.serving import Serving
+from segue.server.shared.options import ServerOptions
+from segue.server.shared.serving import Serving
 
 _SERVES = re.compile(r"serves (?P<model>\S+) at (?P<url>\S+)")
 

@@ -12,8 +12,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.typing import Origin, Subprotocol
 
 from segue.errors import ParameterError
-from segue.server.access import _own_names
-from segue.server.options import ServerOptions
+from segue.server.ops.access import _own_names
+from segue.server.shared.options import ServerOptions
 from tests.server.conftest import Scripted
 from tests.server.running import RunningServer, serve_process
 from tests.server.test_errors import error_of

@@ -7,9 +7,9 @@ import pytest
 from msgspec import inspect
 
 from segue.server.app import ENDPOINTS
-from segue.server.body import read_fields
-from segue.server.prompts import for_template
 from segue.server.realtime.client_events import AnyClientEvent
+from segue.server.shared.body import read_fields
+from segue.server.shared.encoding import for_template
 from tests.server.running import RunningServer
 
 KINDS = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None] + [AnyClientEvent]

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from segue.errors import RequestFailed
-from segue.server.options import ServerOptions
+from segue.server.shared.options import ServerOptions
 from segue.tokens import Tokenizer
 from tests.server.conftest import CONTEXT, Scripted
 from tests.server.running import RunningServer, read_events, serve_process

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from segue import LLM, SamplingParams
-from segue.server.response_objects import MessageItem, OutputText
+from segue.server.api.response_objects import MessageItem, OutputText
 from segue.server.stored_items import StoredItems
 from tests.server.running import RunningServer
 

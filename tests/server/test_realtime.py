@@ -13,10 +13,10 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from segue import LLM, AsyncLLM, SamplingParams
-from segue.server.options import ServerOptions
 from segue.server.realtime import event_log, session
 from segue.server.realtime.conversation import ConversationState
-from segue.server.serving import Serving
+from segue.server.shared.options import ServerOptions
+from segue.server.shared.serving import Serving
 from tests.server.realtime_client import GREEDY, client, run, text_of, url
 from tests.server.running import RunningServer, serve_process
 

@@ -18,16 +18,16 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from segue import AsyncLLM
-from segue.server import state_store
-from segue.server.options import ServerOptions
+from segue.server.ops import saved_sessions as state_store
+from segue.server.ops.saved_sessions import StateStore, StateStoreError
 from segue.server.realtime import event_log
 from segue.server.realtime import saver as saving
 from segue.server.realtime.conversation import ConversationState
 from segue.server.realtime.registry import SessionRegistry
 from segue.server.realtime.saver import SessionSaver
 from segue.server.realtime.session import RealtimeSession, SessionState
-from segue.server.serving import Serving
-from segue.server.state_store import StateStore, StateStoreError
+from segue.server.shared.options import ServerOptions
+from segue.server.shared.serving import Serving
 from tests.server.realtime_client import client, run, text_of, url
 from tests.server.running import RunningServer, serve_process, until
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import OpenAI
 
-from segue.server.options import ServerOptions, ToolFormat
-from segue.server.tools.formats import READERS, tool_format_of
-from segue.server.tools.reader import CallArguments, CallStart, Content
+from segue.server.shared.options import ServerOptions, ToolFormat
+from segue.server.shared.tools.formats import READERS, tool_format_of
+from segue.server.shared.tools.reader import CallArguments, CallStart, Content
 from tests.server.conftest import Scripted
 
 CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from segue.server.web.routes import FILES
+from segue.server.page.routes import FILES
 from tests.server.browser import Page, browser_page, the_browser
 from tests.server.running import RunningServer, serve_process
 from tests.server.test_restart import children

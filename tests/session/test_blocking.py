@@ -2,9 +2,9 @@
 
 import pytest
 
-from segue.engine.outputs import FinishReason
+from segue.contract.reports import FinishReason
 from segue.errors import SessionClosed, SessionError
-from segue.llm import LLM
+from segue.llm.llm import LLM
 from segue.sample.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)

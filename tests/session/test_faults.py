@@ -7,13 +7,14 @@ from random import Random
 
 import pytest
 
-from segue.engine.outputs import FinishReason
-from segue.engine_loop import EngineLoop
+from segue.answers.outputs import CompletionOutput
+from segue.answers.prompts import EncodedPrompt
+from segue.contract.reports import FinishReason
+from segue.contract.step import Sampling
 from segue.errors import CapacityError, EngineDead, ParameterError, RequestFailed, SessionClosed
-from segue.llm import LLM, _Batch
-from segue.outputs import CompletionOutput
-from segue.prompts import EncodedPrompt
-from segue.runtime.contract import Sampling
+from segue.host.loop import EngineLoop
+from segue.host.stepping import SharedSteps
+from segue.llm.llm import LLM, _Batch
 from segue.sample.params import SamplingParams
 from segue.session.answer import AnswerSoFar
 from segue.session.blocking import open_session
@@ -22,7 +23,6 @@ from segue.session.link import Link
 from segue.session.live import Answer, Session, SessionManager
 from segue.session.state import SessionState
 from segue.session.turns import RawTurn, delivered_ids
-from segue.stepping import SharedSteps
 from tests.session.worlds import MAX_MODEL_LEN, TOKENIZER, TalkingModel, World
 from tests.sim.oracle import Failure
 from tests.tokens.small import TOKENS

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from segue.answers.outputs import Delta
 from segue.args import EngineArgs, EngineOptions
-from segue.async_llm import AsyncLLM
-from segue.engine.outputs import EngineStats
-from segue.engine_loop import EngineLoop
+from segue.contract.reports import EngineStats
 from segue.errors import CapacityError, SessionClosed, SessionError
-from segue.llm import LLM
-from segue.outputs import Delta
+from segue.host.loop import EngineLoop
+from segue.llm.async_llm import AsyncLLM
+from segue.llm.llm import LLM
 from segue.sample.params import SamplingParams
 from segue.session.live import Answer, Session, SessionManager
 from segue.tokens.chat import encode_chat

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from segue.engine.outputs import FinishReason
-from segue.engine_loop import EngineLoop
+from segue.answers.outputs import CompletionOutput, Delta
+from segue.contract.reports import FinishReason
 from segue.errors import EngineDead, RequestFailed, UsageError
-from segue.outputs import CompletionOutput, Delta
+from segue.host.loop import EngineLoop
+from segue.host.stepping import SharedSteps
 from segue.session.blocking import BlockingAnswer, BlockingSession, open_session
 from segue.session.link import Line, Link
 from segue.session.live import Answer, Session, SessionManager
 from segue.session.state import Phase
-from segue.stepping import SharedSteps
 from tests.session.worlds import MAX_MODEL_LEN, TOKENIZER, World, random_params, random_text
 from tests.sim.oracle import Failure
 

@@ -6,9 +6,9 @@ from datetime import datetime
 
 import pytest
 
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.answers.outputs import CompletionOutput
+from segue.contract.reports import EngineOutput, FinishReason
 from segue.errors import CapacityError, ParameterError, SessionClosed, SessionError
-from segue.outputs import CompletionOutput
 from segue.sample.params import SamplingParams
 from segue.session.answer import AnswerSoFar
 from segue.session.link import Link

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from segue.answers.outputs import CompletionOutput
+from segue.answers.processor import OutputProcessor
+from segue.contract.reports import EngineOutput
+from segue.contract.step import Sampling
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
-from segue.engine.outputs import EngineOutput
 from segue.errors import EngineDead
-from segue.output_processor import OutputProcessor
-from segue.outputs import CompletionOutput
-from segue.runtime.contract import Sampling
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
 from segue.speculate.ngram import NgramDrafter

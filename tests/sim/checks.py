@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from segue.contract.reports import EngineOutput
 from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
-from segue.engine.outputs import EngineOutput
 from segue.engine.request import Request, State, Turn
 from tests.sim.oracle import ROOT, OracleExecutor, mix
 from tests.sim.plain import Answer

@@ -10,13 +10,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from segue.contract.reports import EngineOutput, FinishReason
+from segue.contract.step import Runtime
 from segue.engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from segue.engine.engine import Engine
-from segue.engine.journal import Journal
-from segue.engine.outputs import EngineOutput, FinishReason
 from segue.engine.request import Keep
-from segue.engine.wire import CALL_TYPES
-from segue.runtime.contract import Runtime
+from segue.host.journal import Journal
+from segue.host.wire import CALL_TYPES
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from segue.contract.reports import EngineOutput
+from segue.contract.step import After, ForwardResult, SeqResult, SeqStep, StepResult
 from segue.engine import timeline as timeline_module
 from segue.engine.blocks import BlockPool, block_key, root_key
 from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
-from segue.engine.journal import HeldRequest, Journal
-from segue.engine.outputs import EngineOutput
 from segue.engine.request import Chunk, Request, State, Stop, Turn
 from segue.engine.scheduler import Part, Scheduler
 from segue.engine.timeline import Flight, Timeline
+from segue.host.journal import HeldRequest, Journal
 from segue.runtime import runtime as runtime_module
-from segue.runtime.contract import After, ForwardResult, SeqResult, SeqStep, StepResult
 from segue.runtime.runtime import LocalRuntime
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import DraftRequest, Proposal

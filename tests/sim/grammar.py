@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from segue.runtime.contract import Sampling
+from segue.contract.step import Sampling
 from segue.sample.guide import kept
 from segue.sample.params import SamplingParams
 

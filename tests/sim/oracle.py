@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NoReturn
 
+from segue.contract.step import NOT_FINITE, ForwardResult, Sampling, SeqStep, TokenLogprobs
 from segue.errors import FailedError
-from segue.runtime.contract import NOT_FINITE, ForwardResult, Sampling, SeqStep, TokenLogprobs
 
 MASK = 2**61 - 1
 ROOT = 0x5EC0E

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from segue.engine.outputs import FinishReason
-from segue.runtime.contract import TokenLogprobs
+from segue.contract.reports import FinishReason
+from segue.contract.step import TokenLogprobs
 from segue.sample.params import SamplingParams
 from tests.sim.grammar import plain_mask
 from tests.sim.oracle import ROOT, OracleModel, mix

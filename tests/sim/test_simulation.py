@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from segue.engine.outputs import EngineOutput
+from segue.contract.reports import EngineOutput
 from tests.sim.driver import Setup, Simulation, run_seed
 from tests.sim.trace import Trace
 

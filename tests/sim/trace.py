@@ -2,7 +2,7 @@
 
 from hashlib import blake2b
 
-from segue.runtime.contract import Runtime, Sampling, SeqStep, StepPlan, StepResult
+from segue.contract.step import Runtime, Sampling, SeqStep, StepPlan, StepResult
 
 
 class Trace:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from segue.runtime.contract import NOT_FINITE, ForwardResult, Sampling, SeqStep
+from segue.contract.step import NOT_FINITE, ForwardResult, Sampling, SeqStep
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import DraftRequest
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import msgspec
 
+from segue.answers.outputs import RequestOutput, TokensPrompt
 from segue.args import EngineArgs
 from segue.cli.output import print_json
 from segue.cli.table import format_table
 from segue.errors import CapacityError
-from segue.llm import LLM
-from segue.outputs import RequestOutput, TokensPrompt
+from segue.llm.llm import LLM
 from segue.sample.params import SamplingParams
 
 _DECODE_PROMPT_LEN = 16

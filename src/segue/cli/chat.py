@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def chat_locally(args: "EngineArgs", params: SamplingParams, *, system: str | None) -> None:
     """With an engine of our own."""
     from segue.cli.talk.local import LocalBackend
-    from segue.llm import LLM
+    from segue.llm.llm import LLM
 
     with LLM(args) as llm:
         _talk(LocalBackend(llm, args.model, system), params, system)

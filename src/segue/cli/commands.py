@@ -13,7 +13,7 @@ from segue.args import KVCacheDtype, RuntimeName
 from segue.cli.main import EXIT_INTERRUPTED
 from segue.engine.config import SchedulingPolicy
 from segue.errors import UsageError
-from segue.server.options import LogLevel, ToolFormat
+from segue.server.shared.options import LogLevel, ToolFormat
 
 Action = Callable[[], None]
 
@@ -523,7 +523,7 @@ def serve(
     from segue.args import EngineArgs
     from segue.cli import serve as command
     from segue.cli.parse import parse_object
-    from segue.server.options import ServerOptions
+    from segue.server.shared.options import ServerOptions
 
     args = EngineArgs(
         model=model,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from segue.cli.output import print_json
 from segue.cli.table import format_table
 from segue.display import escape
-from segue.hub import resolve_model
 from segue.weights.gguf import load_gguf
+from segue.weights.hub import resolve_model
 from segue.weights.model_file import ModelFile
 
 _LONGEST_VALUE = 80

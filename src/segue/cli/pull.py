@@ -2,7 +2,7 @@
 
 import sys
 
-from segue import hub
+from segue.weights import hub
 
 
 def pull(alias: str) -> None:

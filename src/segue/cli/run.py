@@ -5,14 +5,14 @@ import time
 
 import msgspec
 
+from segue.answers.outputs import Prompt, RequestOutput
 from segue.args import EngineArgs
 from segue.cli.main import START_S
 from segue.cli.output import print_json, write_answer
 from segue.cli.parse import read_prompt
-from segue.engine.outputs import FinishReason
+from segue.contract.reports import FinishReason
 from segue.errors import RequestFailed
-from segue.llm import LLM
-from segue.outputs import Prompt, RequestOutput
+from segue.llm.llm import LLM
 from segue.sample.params import SamplingParams
 
 

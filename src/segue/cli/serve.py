@@ -5,10 +5,10 @@ from concurrent.futures import Future
 from threading import Thread
 
 from segue.args import EngineArgs
-from segue.async_llm import AsyncLLM
 from segue.errors import UsageError
-from segue.server.listen import bind, check_tls
-from segue.server.options import ServerOptions
+from segue.llm.async_llm import AsyncLLM
+from segue.server.ops.listen import bind, check_tls
+from segue.server.shared.options import ServerOptions
 
 NEEDS = ("starlette", "uvicorn", "prometheus_client")
 """Of the extra "server"."""

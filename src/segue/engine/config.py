@@ -5,8 +5,8 @@ from typing import Literal, assert_never, get_args
 
 import msgspec
 
+from segue.contract.step import MAX_STEPS_IN_FLIGHT
 from segue.errors import CapacityError, ParameterError
-from segue.runtime.contract import MAX_STEPS_IN_FLIGHT
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 SpeculativeMethod = Literal["ngram", "draft_model"]

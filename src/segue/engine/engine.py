@@ -15,15 +15,15 @@ from typing import Literal
 
 import msgspec
 
+from segue.contract.reports import EngineOutput, EngineSnapshot, EngineStats, FinishReason, RequestMetrics
+from segue.contract.step import Runtime, SeqResult, StepPlan, StepResult
 from segue.engine.blocks import BlockPool
 from segue.engine.check import check_chunk, check_request, check_turn
 from segue.engine.config import EngineConfig
-from segue.engine.outputs import EngineOutput, EngineSnapshot, EngineStats, FinishReason, RequestMetrics
 from segue.engine.request import Chunk, Keep, Request, State, Stop, Turn, default_seed
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
 from segue.engine.timeline import Flight, Timeline
 from segue.errors import ParameterError, UsageError, describe
-from segue.runtime.contract import Runtime, SeqResult, StepPlan, StepResult
 from segue.sample.params import SamplingParams
 from segue.speculate.adaptive import AdaptiveDrafts
 

@@ -8,10 +8,10 @@ from typing import Literal
 
 import msgspec
 
+from segue.contract.reports import FinishReason, RequestMetrics, RequestSnapshot
+from segue.contract.step import Sampling, TokenLogprobs
 from segue.engine.config import EngineConfig
-from segue.engine.outputs import FinishReason, RequestMetrics, RequestSnapshot
 from segue.engine.timeline import Timeline
-from segue.runtime.contract import Sampling, TokenLogprobs
 from segue.sample.params import SamplingParams
 from segue.speculate.adaptive import AdaptiveDrafts
 

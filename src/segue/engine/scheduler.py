@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
+from segue.contract.step import After, SeqStep, StepPlan
 from segue.engine.blocks import BlockPool
 from segue.engine.config import EngineConfig
 from segue.engine.request import Request, State
 from segue.engine.timeline import Flight, Timeline
-from segue.runtime.contract import After, SeqStep, StepPlan
 
 Key = tuple[int, bool, int]
 

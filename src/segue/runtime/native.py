@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from segue import _native
 from segue._native import available_cpus as available_cpus
+from segue.contract.step import ForwardResult, SeqStep, TokenLogprobs
 from segue.display import show_path
 from segue.errors import ModelFileError, ParameterError
 from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
-from segue.runtime.contract import ForwardResult, SeqStep, TokenLogprobs
 from segue.weights.model_file import ModelFile
 
 ISA_VARIABLE: Final = "SEGUE_ISA"
@@ -21,7 +21,7 @@ MAX_THREADS: Final = 1024
 
 
 class NativeExecutor:
-    """An `Executor` (`runtime/contract.py`). Packs the weights at load, from the mapped file.
+    """An `Executor` (`contract/step.py`). Packs the weights at load, from the mapped file.
 
     threads: None for all CPUs this process may use; more than that is slow, and gives the same bits.
     kv_dtype: f16 halves the KV memory.

@@ -11,9 +11,9 @@ from typing import assert_never
 import numpy as np
 import numpy.typing as npt
 
+from segue.contract.step import NOT_FINITE, ForwardResult, SeqStep
 from segue.errors import CapacityError
 from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
-from segue.runtime.contract import NOT_FINITE, ForwardResult, SeqStep
 from segue.runtime.refusal import Refusal, check
 from segue.sample.reference import all_finite, masked, row_logprobs, sample_row
 from segue.weights.dequantize import dequantize
@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class ReferenceExecutor:
-    """An `Executor` (`runtime/contract.py`). Holds the weights in f32: eight times a 4-bit file's size."""
+    """An `Executor` (`contract/step.py`). Holds the weights in f32: eight times a 4-bit file's size."""
 
     def __init__(self, program: Program, model: ModelFile) -> None:
         self._program = program

@@ -4,7 +4,7 @@ import math
 import operator
 from collections.abc import Sequence
 
-from segue.runtime.contract import Sampling, SeqStep
+from segue.contract.step import Sampling, SeqStep
 
 
 class Refusal(ValueError):

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from segue.errors import UsageError, describe
-from segue.runtime.contract import (
+from segue.contract.step import (
     MAX_STEPS_IN_FLIGHT,
     After,
     Executor,
@@ -23,6 +22,7 @@ from segue.runtime.contract import (
     StepPlan,
     StepResult,
 )
+from segue.errors import UsageError, describe
 from segue.sample.guide import Guides, without
 from segue.speculate.drafter import Drafter, DraftRequest, Proposal
 

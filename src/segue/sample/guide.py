@@ -26,7 +26,7 @@ from segue.errors import RequestFailed
 if TYPE_CHECKING:
     import llguidance
 
-    from segue.runtime.contract import Sampling
+    from segue.contract.step import Sampling
     from segue.tokens import Tokenizer
 
 MAX_LEXER_STATES = 50_000

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from segue.contract.step import Sampling
 from segue.errors import ParameterError
-from segue.runtime.contract import Sampling
 
 if TYPE_CHECKING:
     from segue.sample.grammar import GrammarValue

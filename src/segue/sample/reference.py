@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from segue.runtime.contract import Sampling, TokenLogprobs
+from segue.contract.step import Sampling, TokenLogprobs
 from segue.sample.philox import uniform_u64
 
 F32 = np.float32

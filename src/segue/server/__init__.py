@@ -7,7 +7,7 @@
     tokens.py        tokenize, detokenize
     info.py          models, health, version, metrics, documentation
     body.py          a request's JSON, checked          sampling.py   its sampling fields
-    prompts.py       text, messages, ids → ids          answers.py    the engine's stream
+    answers/prompts.py       text, messages, ids → ids          answers.py    the engine's stream
     events.py        server-sent events, disconnects    errors.py     every error object
     usage.py, logprobs.py, tools/                       parts of answers
     serving.py       what the endpoints share           metrics.py    for Prometheus

@@ -12,13 +12,22 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from segue.server.access import KeyCheck, PlaceCheck, RequestLog
-from segue.server.chat import ChatChunk, ChatCompletion, ChatRequest, create_chat_completion
-from segue.server.completions import Completion, CompletionRequest, create_completion
-from segue.server.docs import docs_page
-from segue.server.errors import error_response, on_not_found, on_wrong_method
-from segue.server.events import CLIENT_CLOSED_REQUEST
-from segue.server.info import (
+from segue.server.api.chat import ChatChunk, ChatCompletion, ChatRequest, create_chat_completion
+from segue.server.api.completions import Completion, CompletionRequest, create_completion
+from segue.server.api.docs import docs_page
+from segue.server.api.openapi import Endpoint, openapi_json
+from segue.server.api.response_objects import AnyEvent, ResponseObject
+from segue.server.api.responses import ResponsesRequest, create_response
+from segue.server.api.tokenize import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    detokenize,
+    tokenize,
+)
+from segue.server.ops.access import KeyCheck, PlaceCheck, RequestLog
+from segue.server.ops.info import (
     Health,
     Model,
     ModelList,
@@ -29,18 +38,9 @@ from segue.server.info import (
     metrics,
     version,
 )
-from segue.server.openapi import Endpoint, openapi_json
-from segue.server.response_objects import AnyEvent, ResponseObject
-from segue.server.responses import ResponsesRequest, create_response
-from segue.server.serving import Serving
-from segue.server.tokens import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    detokenize,
-    tokenize,
-)
+from segue.server.shared.http_errors import error_response, on_not_found, on_wrong_method
+from segue.server.shared.serving import Serving
+from segue.server.shared.sse import CLIENT_CLOSED_REQUEST
 
 Handler = Callable[[Request], Awaitable[Response]]
 

@@ -18,18 +18,18 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from segue import __version__
-from segue.async_llm import AsyncLLM
+from segue.llm.async_llm import AsyncLLM
 from segue.server.app import create_app
-from segue.server.errors import error_response
-from segue.server.listen import address_of
-from segue.server.options import ServerOptions
+from segue.server.ops.listen import address_of
+from segue.server.ops.saved_sessions import StateStore
+from segue.server.page.routes import web_routes
 from segue.server.realtime.registry import SessionRegistry
 from segue.server.realtime.route import realtime_routes
 from segue.server.realtime.saver import SessionSaver
 from segue.server.realtime.session import shutting_down
-from segue.server.serving import Serving
-from segue.server.state_store import StateStore
-from segue.server.web.routes import web_routes
+from segue.server.shared.http_errors import error_response
+from segue.server.shared.options import ServerOptions
+from segue.server.shared.serving import Serving
 
 log = logging.getLogger("segue.server")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from segue.server.response_objects import Item
+from segue.server.api.response_objects import Item
 
 MAX_BYTES = 64 << 20
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.answers.outputs import CompletionOutput, Delta
+from segue.answers.processor import OutputProcessor
+from segue.contract.reports import EngineOutput, FinishReason
 from segue.errors import EngineDead, RequestFailed, describe
-from segue.output_processor import OutputProcessor
-from segue.outputs import CompletionOutput, Delta
 from segue.sample.params import SamplingParams
 from segue.tokens import Tokenizer
 

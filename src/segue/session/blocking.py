@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import datetime
 
-from segue.engine.outputs import EngineOutput, EngineSnapshot, FinishReason
+from segue.answers.outputs import CompletionOutput, Delta
+from segue.contract.reports import EngineOutput, EngineSnapshot, FinishReason
 from segue.errors import EngineDead
-from segue.outputs import CompletionOutput, Delta
+from segue.host.stepping import SharedSteps
 from segue.sample.params import SamplingParams
 from segue.session.answer import AnswerSoFar
 from segue.session.core import LiveSession, SessionAnswer
 from segue.session.link import Handler, Link
 from segue.session.state import SessionState
 from segue.session.turns import first_turn
-from segue.stepping import SharedSteps
 from segue.tokens import Tokenizer
 from segue.tokens.chat import Message
 

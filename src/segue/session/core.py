@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Self, TypeVar
 
-from segue.engine.outputs import FinishReason
+from segue.answers.outputs import CompletionOutput
+from segue.contract.reports import FinishReason
 from segue.errors import FailedError, ParameterError
-from segue.outputs import CompletionOutput
 from segue.sample.params import SamplingParams
 from segue.session.answer import AnswerSoFar
 from segue.session.link import Handler, Line, Link

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from segue.engine.outputs import EngineOutput, FinishReason
+from segue.contract.reports import EngineOutput, FinishReason
 from segue.errors import EngineDead, ParameterError, RequestFailed
 from segue.sample.params import SamplingParams
 from segue.session.answer import AnswerSoFar

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Self
 
-from segue.engine.outputs import EngineSnapshot, FinishReason
-from segue.engine_loop import Channel, EngineLoop
+from segue.answers.outputs import CompletionOutput, Delta
+from segue.contract.reports import EngineSnapshot, FinishReason
 from segue.errors import CapacityError, EngineDead, ParameterError, RequestFailed
-from segue.outputs import CompletionOutput, Delta
+from segue.host.loop import Channel, EngineLoop
 from segue.sample.params import SamplingParams
 from segue.session.answer import AnswerSoFar
 from segue.session.core import LiveSession, SessionAnswer

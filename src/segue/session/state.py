@@ -14,8 +14,8 @@ from enum import Enum, auto
 
 import msgspec
 
+from segue.answers.outputs import CompletionOutput
 from segue.errors import CapacityError, ParameterError, SessionClosed, SessionError
-from segue.outputs import CompletionOutput
 from segue.sample.params import SamplingParams
 from segue.session.turns import TurnText
 

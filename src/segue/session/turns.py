@@ -6,9 +6,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Protocol
 
-from segue.engine.outputs import FinishReason
+from segue.answers.outputs import CompletionOutput
+from segue.contract.reports import FinishReason
 from segue.errors import SessionError
-from segue.outputs import CompletionOutput
 from segue.sample.params import SamplingParams
 from segue.tokens import Tokenizer
 from segue.tokens.chat import Message, encode_chat, encode_head, encode_turn

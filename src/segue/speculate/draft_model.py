@@ -10,7 +10,7 @@ One round for all sequences: first it computes what it is behind by, then one id
 
 from collections.abc import Sequence
 
-from segue.runtime.contract import Executor, Sampling, SeqStep
+from segue.contract.step import Executor, Sampling, SeqStep
 from segue.speculate.drafter import DraftRequest, Proposal
 
 _GREEDY = Sampling()

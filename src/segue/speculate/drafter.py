@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from segue.runtime.contract import Sampling
+from segue.contract.step import Sampling
 
 
 class DraftRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from segue.engine.client import EngineClient
+from segue.answers.outputs import CompletionOutput, Logprob
+from segue.answers.processor import OutputProcessor
+from segue.contract.reports import EngineStats, FinishReason
 from segue.engine.engine import Engine
-from segue.engine.outputs import EngineStats, FinishReason
 from segue.engine.request import State
-from segue.engine_loop import EngineLoop
-from segue.output_processor import OutputProcessor
-from segue.outputs import CompletionOutput, Logprob
+from segue.host.client import EngineClient
+from segue.host.loop import EngineLoop
 from segue.session.live import Session, SessionManager
 from segue.tokens import Tokenizer
 from segue.verify.cases import NOW, Case

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from segue.engine.outputs import FinishReason
+from segue.contract.reports import FinishReason
 from segue.errors import RequestFailed
 from segue.verify.cases import Scope, build_cases
 from segue.verify.delivery import Answer, Delivered, Logprobs, deliver, plan_rounds

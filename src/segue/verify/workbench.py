@@ -7,12 +7,11 @@ from typing import Literal, assert_never
 import msgspec
 
 from segue.args import EngineArgs, KVCacheDtype, RuntimeName
-from segue.engine.client import EngineClient
+from segue.contract.step import Executor, Runtime, Sampling, StepPlan, StepResult
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
-from segue.hub import resolve_model
+from segue.host.client import EngineClient
 from segue.models import build_program
-from segue.runtime.contract import Executor, Runtime, Sampling, StepPlan, StepResult
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.guide import GrammarGuides
 from segue.speculate.draft_model import DraftModelDrafter
@@ -22,6 +21,7 @@ from segue.tokens import Tokenizer
 from segue.verify.cases import Case
 from segue.verify.modes import Setup
 from segue.weights.gguf import load_gguf
+from segue.weights.hub import resolve_model
 from segue.weights.model_file import ModelFile
 
 NUM_DRAFTS = 4
@@ -147,7 +147,7 @@ class Workbench:
         return Bench(Engine(watched, config), watched, _threads_of(executor))
 
     def _open_process(self, setup: Setup, max_model_len: int, num_kv_blocks: int) -> Bench:
-        from segue.engine.process import EngineProcess
+        from segue.host.process import EngineProcess
 
         args = EngineArgs(
             model=str(self._path),

@@ -7,9 +7,9 @@ exactly the history that was there. Forks share KV blocks with the session, and 
 from collections.abc import Sequence
 
 from segue.cli.talk.backend import Reply, ReplyClock, ReplyEnd, ReplyStats, Turn
-from segue.engine.outputs import FinishReason
+from segue.contract.reports import FinishReason
 from segue.interrupts import DeferredInterrupt
-from segue.llm import LLM
+from segue.llm.llm import LLM
 from segue.sample.params import SamplingParams
 from segue.session.blocking import BlockingAnswer, BlockingSession
 

@@ -69,7 +69,7 @@ def line_history() -> Iterator[None]:
     except ImportError:
         yield
         return
-    from segue.hub import cache_dir
+    from segue.weights.hub import cache_dir
 
     path = cache_dir() / "chat_history"
     with suppress(OSError):

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from segue.server.body import read_fields
-from segue.server.errors import HttpError
-from segue.server.sampling import Int
+from segue.server.shared.body import read_fields
+from segue.server.shared.http_errors import HttpError
+from segue.server.shared.sampling import Int
 
 Id = Annotated[str, Meta(max_length=256)]
 """Of an event, an item or an answer."""

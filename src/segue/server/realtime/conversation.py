@@ -15,12 +15,12 @@ from typing import Literal
 import msgspec
 from msgspec import structs
 
-from segue.async_llm import AsyncLLM
+from segue.answers.outputs import CompletionOutput
 from segue.errors import SegueError, SessionError
-from segue.outputs import CompletionOutput
+from segue.llm.async_llm import AsyncLLM
 from segue.sample.params import SamplingParams
-from segue.server.errors import HttpError
-from segue.server.serving import new_id
+from segue.server.shared.http_errors import HttpError
+from segue.server.shared.serving import new_id
 from segue.session.live import Answer, Session
 from segue.tokens.chat import Message
 

@@ -11,12 +11,12 @@ from contextlib import asynccontextmanager
 from datetime import datetime
 from http import HTTPStatus
 
-from segue.server.errors import HttpError
-from segue.server.options import ServerOptions
 from segue.server.realtime.conversation import ConversationState
 from segue.server.realtime.saver import SessionSaver
 from segue.server.realtime.session import RealtimeSession, SessionState, error_fields
-from segue.server.serving import Serving, new_id
+from segue.server.shared.http_errors import HttpError
+from segue.server.shared.options import ServerOptions
+from segue.server.shared.serving import Serving, new_id
 
 
 class Attachment:

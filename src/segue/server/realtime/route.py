@@ -19,10 +19,10 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from segue.errors import UsageError
-from segue.server.errors import HttpError
 from segue.server.realtime.registry import Attachment, SessionRegistry
 from segue.server.realtime.session import RealtimeSession, error_fields
-from segue.server.serving import serving_of
+from segue.server.shared.http_errors import HttpError
+from segue.server.shared.serving import serving_of
 
 PATH = "/v1/realtime"
 SUBPROTOCOL = "realtime"

@@ -10,8 +10,8 @@ import logging
 
 import msgspec
 
+from segue.server.ops.saved_sessions import StateStoreError, Store
 from segue.server.realtime.session import SessionState
-from segue.server.state_store import StateStoreError, Store
 
 log = logging.getLogger("segue.server")
 

@@ -8,17 +8,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from segue.engine.outputs import FinishReason, RequestMetrics
+from segue.answers.outputs import CompletionOutput, RequestOutput, RequestTimes
+from segue.contract.reports import FinishReason, RequestMetrics
 from segue.errors import CapacityError, ParameterError, SegueError
-from segue.outputs import CompletionOutput, RequestOutput, RequestTimes
 from segue.sample.params import SamplingParams
-from segue.server.errors import HttpError, error_of
-from segue.server.metrics import RequestSeen
-from segue.server.prompts import LONG_TEXT_CHARS
 from segue.server.realtime import client_events as events
 from segue.server.realtime.conversation import Conversation, ConversationState, Item
 from segue.server.realtime.event_log import EventLog
-from segue.server.serving import Serving, new_id
+from segue.server.shared.encoding import LONG_TEXT_CHARS
+from segue.server.shared.http_errors import HttpError, error_of
+from segue.server.shared.metrics import RequestSeen
+from segue.server.shared.serving import Serving, new_id
 from segue.session.live import Answer, Session
 
 SAMPLING_FIELDS = (
