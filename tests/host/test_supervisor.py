@@ -406,12 +406,12 @@ def test_close_while_it_is_started_again(
 ) -> None:
     engine = EngineProcess(args(tiny_path), max_restarts=5)
     engine.add_request("a", [5, 6, 7], PARAMS)
-    question = engine.ask_snapshot()
     if phase == "pause":
         monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 600.0)
         monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 600.0)
-        monkeypatch.setattr(connection, "CHILD_MODULE", "tests.engine.no_such_child")
+        monkeypatch.setattr(connection, "CHILD_MODULE", "tests.host.no_such_child")
     with stopped(engine):
+        question = engine.ask_snapshot()  # which it cannot answer any more
         kill(engine)
     until(engine, "restarting")
     if phase == "pause":
