@@ -11,13 +11,14 @@ PEER := .envs/llama
 VLLM := .envs/vllm
 GOLDEN := .envs/golden
 NATIVE := CMakeLists.txt $(shell find native -type f 2>/dev/null)
+PYTHON_FILES := $(shell find src -name '*.py*' -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
 # Prints the requirements under a key of pyproject.toml, one a line.
 REQUIREMENTS = $(BIN)/python -c 'import functools, operator, sys, tomllib; \
 	print(*functools.reduce(operator.getitem, sys.argv[1].split("/"), \
 	tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
 
-.PHONY: help demo serve test check check-page package simulate bench-peers clean
+.PHONY: help demo serve test check check-page package simulate sanitize bench-peers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +28,7 @@ help:
 	@echo "make check         format, lint, types, of Python and JavaScript"
 	@echo "make package       the wheel and the source distribution; the wheel is tried in an empty environment"
 	@echo "make simulate      the scheduler under random workloads, of seeds $(SEEDS)"
+	@echo "make sanitize      tests of the native code, built with checks of addresses, undefined behaviour and threads"
 	@echo "make bench-peers   speed beside llama.cpp (builds it first)"
 	@echo "make clean         remove what was built, not the environments"
 
@@ -61,6 +63,26 @@ package: $(VENV)/.installed $(VENV)/.dev
 
 simulate: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python -m tests.sim.run --seeds $(SEEDS)
+
+# The native code is built twice more, into build/. Python runs without its start-up files, which would lead to the ordinary
+# build. Left out are tests that measure resources, and those with an allocator of their own.
+sanitize: build/sanitize/address build/sanitize/thread
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+		$(call SANITIZED,address,libasan.so) tests/native tests/runtime tests/sample
+	TSAN_OPTIONS=die_after_fork=0 $(call SANITIZED,thread,libtsan.so) tests/native
+
+# What a report says goes past pytest's capture, which an abort would take along.
+SANITIZED = LD_PRELOAD="$$($(CXX) -print-file-name=$(2)) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	PYTHONPATH="build/sanitize/$(1):$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" \
+	$(BIN)/python -S -m pytest --capture=sys -m "not resources" --ignore=tests/native/test_allocation.py
+
+SANITIZERS_address := address,undefined
+SANITIZERS_thread := thread
+
+build/sanitize/%: pyproject.toml $(NATIVE) $(PYTHON_FILES) $(VENV)/.installed $(VENV)/.dev
+	@CXX=$(CXX) $(BIN)/python -m pip install -q --no-build-isolation --no-deps --upgrade --target $@ \
+		-C build-dir=$@-objects -C cmake.define.SEGUE_SANITIZE=$(SANITIZERS_$*) .
+	@touch $@
 
 # vLLM joins where it can be installed.
 bench-peers: $(VENV)/.installed $(PEER)/.installed

@@ -207,6 +207,7 @@ def test_parameters_are_read_for_the_model_that_they_are_used_with(
         assert small.forward([step]).errors == {0: "logit_bias: 315 is not in [0, 310)"}
 
 
+@pytest.mark.resources
 def test_memory_of_ended_requests_is_given_back(executors: dict[str, Executor]) -> None:
     """600 requests with a bias for every id, of which one lives at a time."""
     executor = executors["native"]
