@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypedDict, assert_never, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, assert_never, get_args
 
 import msgspec
 
@@ -26,6 +26,8 @@ KVCacheDtype = Literal["auto", "f16", "f32"]
 RuntimeName = Literal["native", "reference"]
 
 DEFAULT_MAX_MODEL_LEN = 8192
+DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 KV_SEQUENCES = 4
 """By default the KV cache holds this many sequences of full length."""
 KV_MEMORY_SHARE = 0.25
@@ -37,8 +39,8 @@ class EngineOptions(TypedDict, total=False):
 
     threads: int | None
     max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
     block_size: int
     num_kv_blocks: int | None
     enable_prefix_caching: bool
@@ -61,8 +63,10 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     """None: all the CPUs that the process may use. `load` warns of more than that, and takes no more."""
     max_model_len: int | None = None
     """The longest a request may become, in tokens. None: the model's, at most 8,192."""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
+    max_num_seqs: int | None = None
+    """The most requests in one step. None: 256, or `max_num_batched_tokens` if that is less."""
+    max_num_batched_tokens: int | None = None
+    """The most tokens in one step. None: 512, or `max_num_seqs` if that is more."""
     block_size: int = 16
     num_kv_blocks: int | None = None
     """None: room for `min(4, max_num_seqs)` requests of `max_model_len`, but no more than a quarter of the
@@ -86,18 +90,22 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     5 times the open requests fail, new ones raise EngineDead, and it is tried again with growing pauses."""
 
     def __post_init__(self) -> None:
-        if self.threads is not None:
-            _check_positive("threads", self.threads)
-        if self.max_model_len is not None:
-            _check_positive("max_model_len", self.max_model_len)
-        if self.num_kv_blocks is not None:
-            _check_positive("num_kv_blocks", self.num_kv_blocks)
+        if not isinstance(self.model, str) or not self.model:
+            raise ParameterError("model", self.model, _MODEL)
+        for name in ("threads", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
         _check_positive("block_size", self.block_size)
-        _check_positive("max_num_seqs", self.max_num_seqs)
+        for name in ("enable_prefix_caching", "async_scheduling", "engine_process"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(name, getattr(self, name), "must be True or False")
         _check_one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
+        _check_one_of("scheduling_policy", self.scheduling_policy, get_args(SchedulingPolicy))
         _check_one_of("runtime", self.runtime, get_args(RuntimeName))
-        if self.max_engine_restarts is not None and self.max_engine_restarts < 0:
-            raise ParameterError("max_engine_restarts", self.max_engine_restarts, "must be 0 or more")
+        if self.max_engine_restarts is not None and (
+            type(self.max_engine_restarts) is not int or self.max_engine_restarts
+        ):
+            _check_positive("max_engine_restarts", self.max_engine_restarts)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ParameterError("seed", self.seed, "must be an integer")
         if self.runtime == "reference" and self.kv_cache_dtype == "f16":
@@ -107,11 +115,15 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, model: str | Path, options: EngineOptions) -> "EngineArgs":
         """Raises ParameterError for an option that does not exist."""
-        for name in options:
-            if name not in cls.__struct_fields__:
-                known = ", ".join(field for field in cls.__struct_fields__ if field != "model")
-                raise ParameterError(name, options.get(name), f"no such option; known are {known}")
-        return cls(model=str(model), **options)
+        if not isinstance(model, str | Path):
+            raise ParameterError("model", model, _MODEL)
+        known: dict[str, Any] = {}
+        for name, value in options.items():
+            if name in cls.__struct_fields__:
+                known[name] = value
+            else:
+                _check_foreign_option(name, value)
+        return cls(model=str(model), **known)
 
     def load(self) -> "LoadedModel":
         """The model's engine, in this process or in its own, and its text side.
@@ -211,6 +223,7 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     def _engine_config(self, executors: Sequence["Executor"], eos_token_ids: frozenset[int]) -> EngineConfig:
         longest = executors[0].max_model_len
+        max_num_seqs, max_num_batched_tokens = self._step_limits()
         max_model_len = self.max_model_len or min(longest, DEFAULT_MAX_MODEL_LEN)
         if max_model_len > longest:
             raise ParameterError("max_model_len", max_model_len, f"the model was made for {longest} tokens")
@@ -218,10 +231,11 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
         return EngineConfig(
             max_model_len=max_model_len,
             model_context=longest,
-            num_kv_blocks=self.num_kv_blocks or self._fit_kv_blocks(max_model_len, kv_bytes_per_token),
+            num_kv_blocks=self.num_kv_blocks
+            or self._fit_kv_blocks(max_model_len, kv_bytes_per_token, max_num_seqs),
             block_size=self.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
             async_depth=2 if self.async_scheduling else 1,
             scheduling_policy=self.scheduling_policy,
@@ -230,10 +244,17 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
             seed=self.seed,
         )
 
-    def _fit_kv_blocks(self, max_model_len: int, kv_bytes_per_token: int) -> int:
+    def _step_limits(self) -> tuple[int, int]:
+        """`max_num_seqs` and `max_num_batched_tokens`; what is not given follows what is."""
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if tokens is None:
+            tokens = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, seqs or 1)
+        return min(DEFAULT_MAX_NUM_SEQS, tokens) if seqs is None else seqs, tokens
+
+    def _fit_kv_blocks(self, max_model_len: int, kv_bytes_per_token: int, max_num_seqs: int) -> int:
         """The rule of `num_kv_blocks`."""
         one_request = -(-max_model_len // self.block_size)
-        wanted = one_request * min(KV_SEQUENCES, self.max_num_seqs)
+        wanted = one_request * min(KV_SEQUENCES, max_num_seqs)
         block_bytes = kv_bytes_per_token * self.block_size
         free_bytes = free_memory_bytes()
         needed_bytes = one_request * block_bytes
@@ -243,6 +264,45 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
                 f"cache, {free_bytes / 1e6:,.0f} MB of memory are free: lower max_model_len"
             )
         return max(one_request, min(wanted, int(KV_MEMORY_SHARE * free_bytes) // block_bytes))
+
+
+_MODEL = 'must be a name such as "smollm2", or the path of a GGUF file'
+_FOREIGN_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
+    "dtype": (("auto",), "the file says what its weights are; kv_cache_dtype is for the KV cache"),
+    "quantization": ((None, "gguf"), "the file says how its weights are quantised"),
+    "load_format": (("auto", "gguf"), "models are GGUF files"),
+    "tokenizer": ((None,), "the model file has the tokenizer"),
+    "tokenizer_mode": (("auto",), "the model file has the tokenizer"),
+    "skip_tokenizer_init": ((False,), "the tokenizer is always there"),
+    "trust_remote_code": ((True, False), "a model file has no code"),
+    "revision": ((None,), "a model is a file"),
+    "download_dir": ((None,), "SEGUE_HOME says where models are"),
+    "tensor_parallel_size": ((1,), "one machine's CPUs compute a model; threads says how many"),
+    "pipeline_parallel_size": ((1,), "one machine's CPUs compute a model; threads says how many"),
+    "data_parallel_size": ((1,), "one LLM is one engine; make several for more"),
+    "distributed_executor_backend": ((None,), "one machine computes a model; see engine_process"),
+    "device": (("auto", "cpu"), "models run on the CPU"),
+    "gpu_memory_utilization": ((None,), "there is no GPU; num_kv_blocks says how large the KV cache is"),
+    "swap_space": ((None, 0), "nothing is swapped; num_kv_blocks says how large the KV cache is"),
+    "cpu_offload_gb": ((0,), "all weights are in the CPU's memory"),
+    "enforce_eager": ((True, False), "there are no graphs to capture"),
+    "enable_chunked_prefill": ((None, True), "long prompts are always computed in chunks"),
+    "enable_lora": ((False,), "there are no adapters"),
+    "disable_log_stats": ((True, False), "an LLM logs nothing"),
+    "task": (("auto", "generate"), "models generate text"),
+    "runner": (("auto", "generate"), "models generate text"),
+}
+"""vLLM's options that Segue has not: the values that ask for nothing, and what Segue does."""
+
+
+def _check_foreign_option(name: str, value: object) -> None:
+    """Raises ParameterError unless the option asks for nothing."""
+    if name not in _FOREIGN_OPTIONS:
+        known = ", ".join(field for field in EngineArgs.__struct_fields__ if field != "model")
+        raise ParameterError(name, value, f"no such option; known are {known}")
+    idle, why = _FOREIGN_OPTIONS[name]
+    if not any(type(value) is type(each) and value == each for each in idle):
+        raise ParameterError(name, value, f"is not for Segue: {why}")
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
@@ -293,10 +353,14 @@ def free_memory_bytes() -> int:
 
 
 def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ParameterError(name, value, "must be a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ParameterError(name, value, "must be a positive integer below 2^31")
+
+
+def _is_zero(value: object) -> bool:
+    return type(value) is int and value == 0
 
 
 def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ParameterError(name, value, f"unknown; known are {', '.join(known)}")

@@ -25,7 +25,8 @@ class TokensPrompt(TypedDict):
     cache_salt: NotRequired[str]
 
 
-Prompt = str | TextPrompt | TokensPrompt
+Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
+"""A list of integers is token ids."""
 
 
 class Logprob(msgspec.Struct, frozen=True):

@@ -1,12 +1,15 @@
 """From what a user gives as a prompt to token ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Set
+from numbers import Integral
 
 import msgspec
 
-from segue.answers.outputs import Prompt
 from segue.errors import ParameterError
+from segue.sample.params import SamplingParams, is_unicode
 from segue.tokens import Tokenizer
+
+_PROMPT = "a text, a list of token ids, or a dict with prompt or prompt_token_ids"
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,33 +20,70 @@ class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, *, add_special_tokens: bool = True) -> EncodedPrompt:
+def split_prompts(prompts: object) -> list[object]:
+    """One prompt, or several, as a list of them. Token ids alone are one prompt. Raises ParameterError."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts is None or isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise ParameterError(
+            "prompts", prompts, f"must be a prompt or a list of prompts; a prompt is {_PROMPT}"
+        )
+    listed = list(prompts)
+    return [listed] if listed and all(isinstance(each, Integral) for each in listed) else listed
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: object, *, add_special_tokens: bool = True) -> EncodedPrompt:
     """The ids of a prompt; those of a text begin with BOS where the model wants it. Raises ParameterError."""
 
     def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, parse_special=True, add_special_tokens=add_special_tokens)
+        ids = tokenizer.encode(text, parse_special=True, add_special_tokens=add_special_tokens)
+        if not ids and add_special_tokens:
+            raise ParameterError("prompt", text, "is empty; give at least one token")
+        return ids
 
     if isinstance(prompt, str):
         return EncodedPrompt(text=prompt, token_ids=encode(prompt))
+    if prompt is None or isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
+        raise ParameterError("prompts", prompt, f"must be {_PROMPT}")
     if not isinstance(prompt, Mapping):
-        raise ParameterError("prompts", prompt, "must be a string or a dict with prompt or prompt_token_ids")
+        return EncodedPrompt(text=None, token_ids=checked_ids(prompt))
     text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
     if text is not None and not isinstance(text, str):
         raise ParameterError("prompt", text, "must be a string")
-    if salt is not None and not isinstance(salt, str):
+    if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
         raise ParameterError("cache_salt", salt, "must be a string")
     if token_ids is not None:
         return EncodedPrompt(text=text, token_ids=checked_ids(token_ids), cache_salt=salt)
     if text is None:
-        raise ParameterError("prompts", prompt, "a dict needs the key prompt or prompt_token_ids")
+        raise ParameterError("prompts", dict(prompt), "a dict needs the key prompt or prompt_token_ids")
     return EncodedPrompt(text=text, token_ids=encode(text), cache_salt=salt)
 
 
 def checked_ids(token_ids: object) -> list[int]:
-    """A list of integers. Whether the model has such ids is for the engine to say."""
-    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
+    """Integers, also NumPy's and those of an array. Whether the model has such ids is for the engine to say."""
+    if isinstance(token_ids, str | bytes | Mapping | Set) or not isinstance(token_ids, Iterable):
         raise ParameterError("prompt_token_ids", token_ids, "must be a list of token ids")
+    ids = []
     for token in token_ids:
-        if isinstance(token, bool) or not isinstance(token, int):
+        if isinstance(token, bool) or not isinstance(token, Integral):
             raise ParameterError("prompt_token_ids", token, "must be an integer")
-    return list(token_ids)
+        ids.append(int(token))
+    return ids
+
+
+def checked_params(params: object) -> SamplingParams:
+    """The parameters of one request; None: the defaults. Raises ParameterError."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ParameterError(
+            "sampling_params", params, "must be SamplingParams, or for several prompts a list of them"
+        )
+    return params
+
+
+def checked_priority(priority: object) -> int:
+    """Raises ParameterError."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+        raise ParameterError("priority", priority, "must be an integer of 32 bits")
+    return priority

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -19,7 +19,7 @@ import msgspec
 
 from segue.answers.outputs import Delta, Prompt, RequestOutput, RequestTimes
 from segue.answers.processor import OutputProcessor
-from segue.answers.prompts import EncodedPrompt, checked_ids, encode_prompt
+from segue.answers.prompts import EncodedPrompt, encode_prompt
 from segue.contract.reports import EngineOutput, FinishReason, RequestMetrics
 from segue.engine.request import Keep
 from segue.errors import EngineDead, ParameterError, RequestFailed, describe
@@ -164,9 +164,7 @@ class Answers:
             self._turns.append(_Turn(processor))
 
     def _encode_chunk(self, prompt: Prompt | Sequence[int], *, is_first: bool) -> EncodedPrompt:
-        if isinstance(prompt, str | Mapping):
-            return encode_prompt(self._tokenizer, prompt, add_special_tokens=is_first)
-        return EncodedPrompt(text=None, token_ids=checked_ids(prompt))
+        return encode_prompt(self._tokenizer, prompt, add_special_tokens=is_first)
 
     def _end_input(self, *, had_chunks: bool) -> None:
         if had_chunks:

@@ -502,8 +502,14 @@ def serve(
     access_log: Annotated[bool, typer.Option(help="Tell of each request.")] = True,
     threads: Threads = None,
     max_model_len: MaxModelLen = None,
-    max_num_seqs: Annotated[int, typer.Option(help="The most requests in a step.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="The most tokens in a step.")] = 512,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(show_default="256, or the tokens in a step", help="The most requests in a step."),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(show_default="512, or the requests in a step", help="The most tokens in a step."),
+    ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
     num_kv_blocks: Annotated[
         int | None, typer.Option(show_default="what memory allows", help="KV blocks for all requests.")

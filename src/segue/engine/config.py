@@ -49,6 +49,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """The config of a dict with these keys. Raises ParameterError for an unknown key or a wrong type."""
         if config is None or isinstance(config, SpeculativeConfig):
             return config
+        if not isinstance(config, Mapping):
+            raise ParameterError("speculative_config", config, "must be a dict with a method")
         _check_method(config.get("method"))
         try:
             return msgspec.convert(config, cls)
@@ -128,5 +130,5 @@ def _check_method(method: object) -> None:
 
 
 def _positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ParameterError(name, value, "must be a positive integer")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        raise ParameterError(name, value, "must be a positive integer below 2^31")

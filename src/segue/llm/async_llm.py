@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from segue.answers.outputs import Delta, Prompt, RequestOutput
-from segue.answers.prompts import EncodedPrompt, encode_prompt
+from segue.answers.prompts import EncodedPrompt, checked_params, checked_priority, encode_prompt
 from segue.answers.stream import Answers, AnswerStream, StreamingInput
 from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineSnapshot, EngineStats
@@ -210,7 +210,7 @@ class AsyncLLM:
         *,
         as_deltas: bool,
     ) -> Answers:
-        params = sampling_params or SamplingParams()
+        params, priority = checked_params(sampling_params), checked_priority(priority)
         answers = self._register(request_id, as_deltas=as_deltas)
         try:
             if isinstance(prompt, AsyncIterable):

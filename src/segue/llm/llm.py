@@ -8,14 +8,20 @@ with LLM("smollm2") as llm:
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
 from segue.answers.outputs import Delta, Prompt, RequestOutput
 from segue.answers.processor import OutputProcessor
-from segue.answers.prompts import EncodedPrompt, encode_prompt
+from segue.answers.prompts import (
+    EncodedPrompt,
+    checked_params,
+    checked_priority,
+    encode_prompt,
+    split_prompts,
+)
 from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineOutput, FinishReason
 from segue.errors import EngineDead, ParameterError, RequestFailed
@@ -51,7 +57,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -59,6 +65,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers each prompt; the outputs are in the order of the prompts.
 
+        A prompt is a text, a list of token ids, or a dict; token ids alone are one prompt.
         `sampling_params` is for all prompts, or a list with one for each; `priority` has one for each (the
         lowest goes first, with the "priority" policy). `use_tqdm` shows a progress bar, on a terminal.
 
@@ -66,8 +73,7 @@ class LLM:
         others are carried out all the same; then RequestFailed names the first that failed. Ctrl-C lets the
         step that is running end, aborts the rest and raises KeyboardInterrupt; the LLM can be used on.
         """
-        listed = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        encoded = [encode_prompt(self._tokenizer, prompt) for prompt in listed]
+        encoded = [encode_prompt(self._tokenizer, prompt) for prompt in split_prompts(prompts)]
         return self._generate(encoded, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def chat(
@@ -95,7 +101,7 @@ class LLM:
         """Answers one prompt, as it comes. Its request goes on whenever anything runs on this LLM, until the stream is
         read to its end or closed."""
         batch = _Batch(self._steps, self._tokenizer)
-        params = sampling_params or SamplingParams()
+        params = checked_params(sampling_params)
         try:
             batch.add(next(self._numbers), encode_prompt(self._tokenizer, prompt), params, priority=0)
         except BaseException:
@@ -151,11 +157,11 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        if isinstance(sampling_params, SamplingParams | None):
-            params = [sampling_params or SamplingParams()] * len(prompts)
+        if isinstance(sampling_params, list | tuple):
+            params = [checked_params(each) for each in sampling_params]
         else:
-            params = list(sampling_params)
-        priorities = [0] * len(prompts) if priority is None else list(priority)
+            params = [checked_params(sampling_params)] * len(prompts)
+        priorities = [0] * len(prompts) if priority is None else _priorities(priority)
         for name, values in (("sampling_params", params), ("priority", priorities)):
             if len(values) != len(prompts):
                 raise ParameterError(name, f"{len(values)} values", f"there are {len(prompts)} prompts")
@@ -293,6 +299,12 @@ class _Batch:
         self._steps.close(engine_id)
         with contextlib.suppress(EngineDead):
             self._steps.engine.abort_request(engine_id)
+
+
+def _priorities(priority: object) -> list[int]:
+    if not isinstance(priority, list | tuple):
+        raise ParameterError("priority", priority, "must be a list with one for each prompt")
+    return [checked_priority(each) for each in priority]
 
 
 def _conversations(

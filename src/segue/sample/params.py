@@ -12,6 +12,8 @@ from segue.errors import ParameterError
 if TYPE_CHECKING:
     from segue.sample.grammar import GrammarValue
 
+_LARGEST = 2**31 - 1
+"""Of integers that say no other bound."""
 # What a request may ask for at most. Whoever asks for more is told so before any work is done.
 MAX_N = 1024
 MAX_LOGPROBS = 1024
@@ -64,7 +66,11 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
         ((name, value),) = self._given().items()
         match value:
             case dict():
-                return name, msgspec.json.encode(value).decode()
+                try:
+                    return name, msgspec.json.encode(value).decode()
+                except (TypeError, ValueError, RecursionError) as error:
+                    why = f"is no JSON: {error}"
+                    raise ParameterError(f"structured_outputs.{name}", value, why) from None
             case list() if all(isinstance(each, str) for each in value):
                 return name, tuple(value)
             case str() | bool():
@@ -125,16 +131,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 _check_int(name, value, low=0, high=MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(name, getattr(self, name), "must be True or False")
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ParameterError(
+                "structured_outputs", self.structured_outputs, "must be StructuredOutputsParams"
+            )
         self._check_stops()
         self._check_logit_bias()
 
     def _check_stops(self) -> None:
+        if not isinstance(self.stop, str | list | tuple | None):
+            raise ParameterError("stop", self.stop, "must be a non-empty string or a list of them")
         _check_count("stop", len(self.stop_strings), MAX_STOPS, "stop strings")
         for string in self.stop_strings:
-            if not isinstance(string, str) or not string:
+            if not isinstance(string, str) or not string or not is_unicode(string):
                 raise ParameterError("stop", self.stop, "must be a non-empty string or a list of them")
         num_chars = sum(map(len, self.stop_strings))
         _check_count("stop", num_chars, MAX_STOP_CHARS, "characters in all stop strings together")
+        if not isinstance(self.stop_token_ids, list | tuple | set | frozenset | None):
+            raise ParameterError("stop_token_ids", self.stop_token_ids, "must be a list of token ids")
         _check_count("stop_token_ids", len(self.stop_token_ids or ()), MAX_STOP_TOKEN_IDS, "ids")
         for token in self.stop_token_ids or ():
             _check_int("stop_token_ids", token, low=0)
@@ -199,13 +216,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which is no character and cannot be sent anywhere."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
 def _check_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ParameterError(name, value, "must be an integer")
-    if value < low or (high is not None and value > high):
-        raise ParameterError(
-            name, value, f"must be at least {low}" if high is None else f"must be in [{low}, {high}]"
-        )
+    if value < low or value > (_LARGEST if high is None else high):
+        small = f"must be at least {low}" if value < low else f"must be at most {_LARGEST}"
+        raise ParameterError(name, value, small if high is None else f"must be in [{low}, {high}]")
 
 
 def _check_count(name: str, count: int, limit: int, of: str) -> None:
@@ -216,8 +237,13 @@ def _check_count(name: str, count: int, limit: int, of: str) -> None:
 def _check_float(
     name: str, value: object, *, low: float, high: float = math.inf, exclude_low: bool = False
 ) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise ParameterError(name, value, "must be a finite number")
     if value < low or value > high or (exclude_low and value == low):
         bounds = f"{'(' if exclude_low else '['}{low:g}, {'∞)' if high == math.inf else f'{high:g}]'}"
         raise ParameterError(name, value, f"must be in {bounds}")
+
+
+def _is_finite(value: float) -> bool:
+    # An integer can be larger than any float.
+    return abs(value) <= _LARGEST if isinstance(value, int) else math.isfinite(value)

@@ -61,6 +61,8 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
     def revise(self, text: str) -> "SessionState":
         """Other text in place of the open turn's. None at all can always be had."""
         self._require(Phase.OPEN, "revise")
+        if not isinstance(text, str):
+            raise ParameterError("text", text, "must be a text")
         return msgspec.structs.replace(self._with_text(text), cut_bytes=b"")
 
     def with_role(self, role: str) -> "SessionState":
@@ -136,6 +138,8 @@ class SessionState(msgspec.Struct, frozen=True, kw_only=True):
             if self.cut_bytes:
                 raise ParameterError("text", text, "the bytes before it end within a UTF-8 character")
             return text, b""
+        if not isinstance(text, bytes):
+            raise ParameterError("text", text, "must be a text, or bytes of UTF-8")
         decoder = codecs.getincrementaldecoder("utf-8")("strict")
         try:
             return decoder.decode(self.cut_bytes + text), decoder.getstate()[0]

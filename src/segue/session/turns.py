@@ -8,7 +8,7 @@ from typing import Protocol
 
 from segue.answers.outputs import CompletionOutput
 from segue.contract.reports import FinishReason
-from segue.errors import SessionError
+from segue.errors import ParameterError, SessionError
 from segue.sample.params import SamplingParams
 from segue.tokens import Tokenizer
 from segue.tokens.chat import Message, encode_chat, encode_head, encode_turn
@@ -145,6 +145,8 @@ def first_turn(
 ) -> TurnText:
     """Of a conversation that goes on after `messages`; without them, of plain text. Raises what
     `ChatTurn.checked` raises."""
+    if not isinstance(messages, list | tuple | None):
+        raise ParameterError("messages", messages, "must be a list of messages")
     if messages is None:
         return RawTurn(tokenizer)
     return ChatTurn.checked(tokenizer, messages, role, now())

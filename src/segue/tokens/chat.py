@@ -23,6 +23,8 @@ _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 _SHOWN_ROLES = 8
 _TOLD = ("content", "refusal", "tool_calls", "function_call")
 """What a message says. A template that knows no such role or field leaves it out without a word."""
+_NOT_TOLD = frozenset(("role", "name", "tool_call_id", *_TOLD))
+"""Another field can be what a model's own template shows in place of a content."""
 _MAX_PROVEN = 256
 
 
@@ -370,6 +372,8 @@ def _plain_message(i: int, message: object) -> dict[str, object]:
         raise ParameterError("messages", type(role).__name__, f"the role of message {i} must be a text")
     plain = _plain(message, "messages")
     assert isinstance(plain, dict)
+    if all(plain.get(name) is None for name in _TOLD) and not plain.keys() - _NOT_TOLD:
+        raise ParameterError("messages", [role], f"message {i} must have a text as its content")
     if plain.get("content") is not None:
         plain["content"] = text_of(plain, i)
     return plain
