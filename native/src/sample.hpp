@@ -14,7 +14,7 @@
 
 namespace segue {
 
-// `runtime/contract.py: Sampling`, as numbers.
+// `segue/contract/step.py: Sampling`, as numbers.
 struct SamplingSpec {
     float temperature = 0.0f;  // 0: greedy
     int32_t top_k = 0;         // 0: all

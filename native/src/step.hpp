@@ -11,7 +11,7 @@
 
 namespace segue {
 
-// One sequence's part of a step; see SeqStep in segue/runtime/contract.py. Its inputs are
+// One sequence's part of a step; see SeqStep in segue/contract/step.py. Its inputs are
 // StepInput.tokens[first_input, first_input + num_inputs): its tokens, then its drafts.
 struct SequenceInput {
     int index;  // in the step

@@ -1,4 +1,4 @@
-// Steps between Python's objects (segue/runtime/contract.py) and the native runtime's arrays.
+// Steps between Python's objects (segue/contract/step.py) and the native runtime's arrays.
 #pragma once
 
 #include <nanobind/nanobind.h>
