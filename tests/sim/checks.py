@@ -78,6 +78,7 @@ class Checker:
             self._check_state(request)
             self._check_published(request)
         if self.memory is not None:
+            require(engine.stats.num_computed_tokens == self.memory.target.num_computed, "work is miscounted")
             copied = self._copied()
             for request in requests:
                 self._check_kv(request, self.memory, copied)
@@ -117,6 +118,8 @@ class Checker:
                 continue
             was_preempted = request.metrics.num_preemptions > seen.num_preemptions
             if seen.state is State.WAITING and request.state is State.WAITING:
+                if len(request.timeline.blocks) < len(seen.blocks):
+                    continue  # admitted, it may be, and back since a copy for it was lost
                 waiting.append(key)
             elif seen.state is State.WAITING and request.state is State.RUNNING:
                 admitted.append(key)

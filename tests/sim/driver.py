@@ -7,7 +7,9 @@
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from segue.contract.reports import EngineOutput, FinishReason
@@ -15,6 +17,7 @@ from segue.contract.step import Runtime
 from segue.engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from segue.engine.engine import Engine
 from segue.engine.request import Keep
+from segue.errors import EngineDead
 from segue.host.journal import Journal
 from segue.host.wire import CALL_TYPES
 from segue.runtime.runtime import LocalRuntime
@@ -135,9 +138,8 @@ class World:
         self.target = OracleExecutor(self.model, config.max_model_len)
         self.target.allocate_kv(config.num_kv_blocks, config.block_size)
         self.draft: OracleDraftExecutor | None = None
-        runtime: Runtime = LocalRuntime(
-            self.target, drafter=self._drafter(), guides=SimGuides(self.model.vocab_size)
-        )
+        self.guides = SimGuides(self.model.vocab_size)
+        runtime: Runtime = LocalRuntime(self.target, drafter=self._drafter(), guides=self.guides)
         if self.trace is not None:
             runtime = TracedRuntime(runtime, self.trace)
         return Engine(runtime, config, step_thread=self.setup.threaded)
@@ -253,7 +255,7 @@ class World:
         """
         if lose_outputs:
             self.engine.step()
-        self.engine.close()
+        self.close()
         self.engine = self.checker.engine = self._start_engine()
         self.checker.memory = self._memory()
         self.journal.start_over()
@@ -263,6 +265,24 @@ class World:
             getattr(self.engine, type(call).__name__)(**arguments)
         for client in self.clients.values():
             client.was_restarted = True
+
+    def close(self) -> None:
+        """The engine ends, whatever flies. Nothing is computed after that, and whoever asks is told."""
+        self.engine.close()
+        self.engine.close()
+        require(self.engine.state == "dead", "a closed engine says that it runs")
+        calls: list[Callable[[], object]] = [
+            self.engine.step,
+            lambda: self.engine.add_request("late", [2], None, resumable=True),
+            *(partial(self.engine.end_input, client.request_id) for client in self.clients.values()),
+        ]
+        for call in calls:
+            try:
+                call()
+            except EngineDead:
+                continue
+            raise Violation("a closed engine takes a call")
+        require(not self.target.violations, "; ".join(self.target.violations))
 
     # --- what comes back ---------------------------------------------------------------------------------------
 
@@ -342,7 +362,10 @@ class Simulation(World):
             for _ in range(num_steps):
                 self._events()
                 self.step()
-            self.drain()
+            if self.rng.random() < 0.1:
+                self.close()
+            else:
+                self.drain()
         except Violation:
             raise
         except Exception as error:
@@ -354,22 +377,11 @@ class Simulation(World):
         rng = self.rng
         if rng.random() < 0.25 and len(self.clients) < 12:
             self._arrive()
-        clients = list(self.clients.values())
-        if clients and rng.random() < 0.25:
-            client = rng.choice(clients)
-            event = rng.random()
-            if event < 0.1:
-                self.abort(client)
-            elif client.resumable and client.input_open:
-                if event < 0.2:
-                    self.end_input(client)
-                elif event < 0.35:
-                    self.truncate(client, rng.choice((0, 0, 1, 2, 5, 20)))
-                elif event < 0.55 and len(self.clients) < 12:
-                    self._fork(client)
-                else:
-                    for _ in range(rng.choice((1, 1, 1, 2, 3))):
-                        self._send_chunk(client)
+        if self.clients and rng.random() < 0.25:
+            client = rng.choice(list(self.clients.values()))
+            for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
+                if client.request_id in self.clients:
+                    self._act(client)
         if rng.random() < 0.2:
             self._disturb_copies()
         if rng.random() < 0.01:
@@ -380,7 +392,24 @@ class Simulation(World):
             if rng.random() < 0.5:
                 self._fail_a_step()
             else:
-                setattr(self.target, rng.choice(("nan_next", "refuse_next")), rng.randrange(8))
+                self._fail_a_sequence()
+
+    def _act(self, client: Client) -> None:
+        """One thing that its user does, often in the middle of another."""
+        rng = self.rng
+        event = rng.random()
+        if event < 0.1:
+            self.abort(client)
+        elif client.resumable and client.input_open:
+            if event < 0.2:
+                self.end_input(client)
+            elif event < 0.35:
+                self.truncate(client, rng.choice((0, 0, 1, 2, 5, 20)))
+            elif event < 0.55 and len(self.clients) < 12:
+                self._fork(client)
+            else:
+                for _ in range(rng.choice((1, 1, 1, 2, 3))):
+                    self._send_chunk(client)
 
     def _disturb_copies(self) -> None:
         """Those whose tables name what a copy in flight is to fill are cut, forked, go on or go away; then the copy's
@@ -404,6 +433,20 @@ class Simulation(World):
         """The oldest one in flight, or the next."""
         executors = [self.target] if self.draft is None else [self.target, self.draft]
         self.rng.choice(executors).fail_next = self.rng.choice(list(Failure))
+
+    def _fail_a_sequence(self) -> None:
+        """The rest of its step is whole."""
+        rng = self.rng
+        match rng.choice(("logits", "refusal", "grammar", "draft")):
+            case "logits":
+                self.target.nan_next = rng.randrange(8)
+            case "refusal":
+                self.target.refuse_next = rng.randrange(8)
+            case "grammar":
+                self.guides.fail_next = True
+            case "draft":
+                if self.draft is not None:
+                    self.draft.nan_next = rng.randrange(8)
 
     def _next_id(self) -> str:
         self._num_requests += 1

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from segue.contract.step import Sampling
+from segue.errors import FailedError
 from segue.sample.guide import kept
 from segue.sample.params import SamplingParams
 
@@ -76,6 +77,8 @@ class SimGuides:
     """`Guides` that take their time: so many questions until one is ready, some of them none."""
 
     def __init__(self, vocab_size: int) -> None:
+        self.fail_next = False
+        """Raise at the next use of a guide."""
         self._vocab_size = vocab_size
 
     def is_ready(self, sampling: Sampling, wait_s: float) -> bool:
@@ -85,6 +88,9 @@ class SimGuides:
 
     def of(self, sampling: Sampling) -> SimGuide:
         assert kept(sampling, "waits", lambda: [1])[0] < 0, "not asked for until it was ready"
+        if self.fail_next:
+            self.fail_next = False
+            raise FailedError("injected error of a grammar")
         return kept(sampling, "guide", lambda: SimGuide(self._vocab_size))
 
     def close(self) -> None:

@@ -104,6 +104,9 @@ class OracleExecutor:
     follower: "OracleExecutor | None" = None
     """A draft model, which is not called when this one fails."""
     num_calls: int = 0
+    num_computed: int = 0
+    """Inputs of the sequences that had no error, in calls that did not fail."""
+    closed: bool = False
     log: list[list[tuple[int, tuple[int, ...]]]] | None = None
     """When a list: (start, inputs) of every sequence of every call."""
 
@@ -124,17 +127,19 @@ class OracleExecutor:
         self._block_size = block_size
 
     def close(self) -> None:
-        self._slots = []
+        self.closed = True
 
     def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
         self.num_calls += 1
+        if self.closed:
+            self.violations.append("computed after the end")
         failure, self.fail_next = self.fail_next, None
         if failure is Failure.BEFORE_COPIES:
             self._spoil_copies(copies)
         else:
             self._copy(copies)
         if failure is not None:
-            self._fail(seqs, copies)
+            self._fail([slot for seq in seqs for slot in self._written_slots(seq)], copies)
         if self.log is not None:
             self.log.append([(seq.start, (*seq.tokens, *seq.drafts)) for seq in seqs])
         if not all(seq.tokens for seq in seqs):
@@ -146,6 +151,7 @@ class OracleExecutor:
             self._write(seq, ids, hashes)
             if i not in result.errors:
                 self._sample(i, seq, ids, hashes, result)
+                self.num_computed += len(seq.tokens) + len(seq.drafts)
         written = [slot for seq in computed.values() for slot in self._written_slots(seq)]
         if len(set(written)) != len(written):
             self.violations.append("two sequences of one step write the same slot")
@@ -164,9 +170,9 @@ class OracleExecutor:
             self.refuse_next = None
         return errors
 
-    def _fail(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]]) -> NoReturn:
+    def _fail(self, unwritten: Sequence[int], copies: Sequence[tuple[int, int]]) -> NoReturn:
         """Nobody may count on what should have been written. Later steps in flight still read it, in vain."""
-        for slot in (slot for seq in seqs for slot in self._written_slots(seq)):
+        for slot in unwritten:
             self._slots[slot] = POISON
         if self.follower is not None:
             self.follower._spoil_copies(copies)
@@ -276,6 +282,7 @@ class OracleDraftExecutor(OracleExecutor):
 
     target: OracleExecutor = field(default_factory=OracleExecutor)
     _target_calls: int = -1
+    _missed: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,8 +292,15 @@ class OracleDraftExecutor(OracleExecutor):
         failure, self.fail_next = self.fail_next, None
         if failure is not None:
             self._spoil_copies(copies)
-            self._fail(seqs, copies)
+            written = [slot for seq in seqs for slot in self._written_slots(seq)]
+            # What it computes once more is there already.
+            self._missed = [slot for slot in written if self._slots[slot] != self.target._slots[slot]]
+            self._fail(self._missed, copies)
         self._copy(copies)
+        if copies and not seqs:
+            # The copies of a call that failed are made up for, and what it wrote is not.
+            for slot in self._missed:
+                self._slots[slot] = POISON
         is_first_pass = self._target_calls != self.target.num_calls
         self._target_calls = self.target.num_calls
         if is_first_pass:

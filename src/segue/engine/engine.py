@@ -23,7 +23,7 @@ from segue.engine.config import EngineConfig
 from segue.engine.request import Chunk, Keep, Request, State, Stop, Turn, default_seed
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
 from segue.engine.timeline import Flight, Timeline
-from segue.errors import ParameterError, UsageError, describe
+from segue.errors import EngineDead, ParameterError, UsageError, describe
 from segue.sample.params import SamplingParams
 from segue.speculate.adaptive import AdaptiveDrafts
 
@@ -61,6 +61,7 @@ class Engine:
         self._num_arrivals = 0
         self._totals = RequestMetrics()
         self._outputs: list[EngineOutput] = []
+        self._closed = False
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -186,10 +187,12 @@ class Engine:
 
     def _check_new_id(self, request_id: str) -> None:
         """Free is an id when its last request is finished and the next step has nothing to say about it."""
+        self.check_alive()
         if request_id in self.requests or any(output.request_id == request_id for output in self._outputs):
             raise ParameterError("request_id", request_id, "is in use by an unfinished request")
 
     def _open_request(self, request_id: str) -> Request:
+        self.check_alive()
         request = self.requests.get(request_id)
         if request is None or not request.input_open:
             raise ParameterError("request_id", request_id, "is no request with open input")
@@ -207,6 +210,7 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """Plan as far ahead as `async_depth` allows, then settle the oldest step. Returns what is new."""
+        self.check_alive()
         self._enqueue_ready()
         while len(self._in_flight) < self.config.async_depth:
             planned = self.scheduler.schedule(self._num_steps)
@@ -377,12 +381,14 @@ class Engine:
         self.pool.reset_cache()
 
     @property
-    def state(self) -> Literal["running"]:
-        """For callers that also have an `EngineProcess`, which can end; this one lives as long as they do."""
-        return "running"
+    def state(self) -> Literal["running", "dead"]:
+        """It lives until it is closed."""
+        return "dead" if self._closed else "running"
 
     def check_alive(self) -> None:
-        """For the same callers."""
+        """Raises EngineDead once it is closed."""
+        if self._closed:
+            raise EngineDead("the engine was closed")
 
     @property
     def stats(self) -> EngineStats:
@@ -420,9 +426,13 @@ class Engine:
         return answer
 
     def close(self) -> None:
-        """Wait for what executes, then release the runtime. Open requests are dropped."""
+        """Wait for the step that executes, then release the runtime. Open requests are dropped; calls raise EngineDead
+        from here on. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
         if self._worker is not None:
-            self._worker.shutdown(wait=True)
+            self._worker.shutdown(wait=True, cancel_futures=True)
         self._in_flight.clear()
         self._runtime.close()
 
