@@ -282,31 +282,48 @@ class OracleDraftExecutor(OracleExecutor):
 
     target: OracleExecutor = field(default_factory=OracleExecutor)
     _target_calls: int = -1
-    _missed: list[int] = field(default_factory=list)
+    _round: list[SeqStep] = field(default_factory=list)
+    """What it was to compute since the target's last call."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.target.follower = self
 
     def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
+        is_first_pass = self._target_calls != self.target.num_calls
+        self._target_calls = self.target.num_calls
+        if is_first_pass:
+            self._round = []
+        self._round += seqs
         failure, self.fail_next = self.fail_next, None
         if failure is not None:
             self._spoil_copies(copies)
-            written = [slot for seq in seqs for slot in self._written_slots(seq)]
             # What it computes once more is there already.
-            self._missed = [slot for slot in written if self._slots[slot] != self.target._slots[slot]]
-            self._fail(self._missed, copies)
+            self._fail(self._wrong(), copies)
         self._copy(copies)
         if copies and not seqs:
-            # The copies of a call that failed are made up for, and what it wrote is not.
-            for slot in self._missed:
+            # The copies of a call that failed are made up for, and what it wrote, in any pass, is lost under them.
+            for slot in self._wrong():
                 self._slots[slot] = POISON
-        is_first_pass = self._target_calls != self.target.num_calls
-        self._target_calls = self.target.num_calls
         if is_first_pass:
             for seq in seqs:
                 self._compare(seq)
         return super().forward(seqs)
+
+    def _wrong(self) -> list[int]:
+        """Of the slots that this round was to write, those that hold something else."""
+        wrong = []
+        for seq in self._round:
+            before = self._slots[self._slot(seq, seq.start - 1)] if seq.start else (-1, -1, ROOT)
+            for position, token in enumerate(seq.tokens, start=seq.start):
+                slot = self._slot(seq, position)
+                if before is None or before is POISON:
+                    wrong.append(slot)
+                    continue
+                before = (position, token, mix(before[2], token))
+                if self._slots[slot] != before:
+                    wrong.append(slot)
+        return wrong
 
     def _compare(self, seq: SeqStep) -> None:
         """After a failed step of this sequence the draft KV of that step is missing, too; after a failure of the draft
