@@ -133,7 +133,9 @@ class _Requests:
             num_computed = len(case.token_ids) - output.num_cached_tokens
             self._note(most, output.num_cached_tokens, num_computed > self._setup.max_num_batched_tokens)
             answers += [
-                _answer(case, number, output.prompt_token_ids, completion, output.prompt_logprobs)
+                answer_of(
+                    case.answer_name(number), output.prompt_token_ids, completion, output.prompt_logprobs
+                )
                 for number, completion in enumerate(output.outputs)
             ]
         return answers
@@ -295,7 +297,7 @@ class _Sessions:
         prompt_token_ids = session.token_ids
         async for _ in answer:
             pass
-        return _answer(case, number, prompt_token_ids, answer.delivered(None), None)
+        return answer_of(case.answer_name(number), prompt_token_ids, answer.delivered(None), None)
 
 
 def _look(client: EngineClient) -> tuple[EngineStats, int]:
@@ -315,15 +317,15 @@ def _count_evicted(client: EngineClient) -> int:
 # --- both -----------------------------------------------------------------------------------------------------
 
 
-def _answer(
-    case: Case,
-    number: int,
+def answer_of(
+    case: str,
     prompt_token_ids: Sequence[int],
     completion: CompletionOutput,
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
 ) -> Answer:
+    """The answer to the request of this name, in the form that is compared."""
     return Answer(
-        case=case.answer_name(number),
+        case=case,
         prompt_token_ids=tuple(prompt_token_ids),
         token_ids=tuple(completion.token_ids),
         logprobs=tuple(_logprobs(entry) for entry in completion.logprobs or ()),
