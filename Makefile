@@ -3,6 +3,7 @@
 PYTHON ?= python3
 CXX ?= g++
 SEEDS ?= 0-999
+CONFIGS ?= 0-499
 QUESTION ?= Why is the sky blue?
 
 VENV := .venv
@@ -18,7 +19,7 @@ REQUIREMENTS = $(BIN)/python -c 'import functools, operator, sys, tomllib; \
 	print(*functools.reduce(operator.getitem, sys.argv[1].split("/"), \
 	tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
 
-.PHONY: help demo serve test check check-page package simulate sanitize bench-peers clean
+.PHONY: help demo serve test check check-page package exactness simulate sanitize bench-peers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +28,7 @@ help:
 	@echo "make test          all tests"
 	@echo "make check         format, lint, types, of Python and JavaScript"
 	@echo "make package       the wheel and the source distribution; the wheel is tried in an empty environment"
+	@echo "make exactness     random configurations of everything at once against the plain engine, numbers $(CONFIGS)"
 	@echo "make simulate      the scheduler under random workloads, of seeds $(SEEDS)"
 	@echo "make sanitize      tests of the native code, built with checks of addresses, undefined behaviour and threads"
 	@echo "make bench-peers   speed beside llama.cpp (builds it first)"
@@ -60,6 +62,9 @@ package: $(VENV)/.installed $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	scripts/try_wheel.sh dist/*.whl $(BIN)/python
+
+exactness: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/python -m tests.exactness.random_configurations --configs $(CONFIGS)
 
 simulate: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python -m tests.sim.run --seeds $(SEEDS)

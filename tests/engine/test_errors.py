@@ -170,8 +170,8 @@ def _config(**options: Any) -> EngineConfig:
 
 
 BAD_CONFIGS: list[tuple[Callable[[], object], str]] = [
-    (lambda: _config(max_num_seqs=0), "max_num_seqs=0: must be a positive integer"),
-    (lambda: _config(block_size=-16), "block_size=-16: must be a positive integer"),
+    (lambda: _config(max_num_seqs=0), "max_num_seqs=0: must be a positive integer below 2^31"),
+    (lambda: _config(block_size=-16), "block_size=-16: must be a positive integer below 2^31"),
     (lambda: _config(async_depth=9), "async_depth=9: must be at most 8"),
     (
         lambda: _config(scheduling_policy="lifo"),
@@ -191,7 +191,7 @@ BAD_CONFIGS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: SpeculativeConfig.of({"method": "ngram", "num_speculative_tokens": 0}),
-        "speculative_config.num_speculative_tokens=0: must be a positive integer",
+        "speculative_config.num_speculative_tokens=0: must be a positive integer below 2^31",
     ),
     (
         lambda: SpeculativeConfig.of({"method": "draft_model", "num_speculative_tokens": 2}),
