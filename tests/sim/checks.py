@@ -50,9 +50,12 @@ class Checker:
         self._key_contents: dict[bytes, tuple[str | None, list[int]]] = {}
         """What each key that was ever seen stands for."""
         self._seen: dict[str, _Seen] = {}
+        self._to_be_filled: set[int] = set()
+        """By copies in flight; with them, these may be lost."""
 
     def before_step(self) -> None:
         """Remember how things stand."""
+        self._to_be_filled = set(self._copied())
         self._seen = {
             request.id: _Seen(
                 request.state,
@@ -149,6 +152,8 @@ class Checker:
                 return  # admitted, with some reserved
             if request.metrics.num_preemptions > before.num_preemptions:
                 return
+            if not self._to_be_filled.isdisjoint(before.blocks):
+                continue
             if before.state is not State.RUNNING and before.blocks and not blocks:
                 evicted = request
         require(evicted is None, f"{evicted.id if evicted else None} lost its blocks in vain")

@@ -382,7 +382,7 @@ class Simulation(World):
             for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
                 if client.request_id in self.clients:
                     self._act(client)
-        if rng.random() < 0.2:
+        if rng.random() < 0.5:
             self._disturb_copies()
         if rng.random() < 0.01:
             self.reset_prefix_cache()
@@ -398,12 +398,12 @@ class Simulation(World):
         """One thing that its user does, often in the middle of another."""
         rng = self.rng
         event = rng.random()
-        if event < 0.1:
+        if event < 0.07:
             self.abort(client)
         elif client.resumable and client.input_open:
-            if event < 0.2:
+            if event < 0.14:
                 self.end_input(client)
-            elif event < 0.35:
+            elif event < 0.29:
                 self.truncate(client, rng.choice((0, 0, 1, 2, 5, 20)))
             elif event < 0.55 and len(self.clients) < 12:
                 self._fork(client)

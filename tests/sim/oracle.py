@@ -308,7 +308,15 @@ class OracleDraftExecutor(OracleExecutor):
         if is_first_pass:
             for seq in seqs:
                 self._compare(seq)
-        return super().forward(seqs)
+        wrong = set(self._wrong())
+        right = {
+            slot: self._slots[slot] for seq in seqs for slot in self._written_slots(seq) if slot not in wrong
+        }
+        result = super().forward(seqs)
+        for i in result.errors:
+            for slot in self._written_slots(seqs[i]):
+                self._slots[slot] = right.get(slot, POISON)
+        return result
 
     def _wrong(self) -> list[int]:
         """Of the slots that this round was to write, those that hold something else."""
