@@ -6,7 +6,7 @@ from tests.sim.checks import Violation
 from tests.sim.driver import run_seed
 from tests.sim.faults import FAULTS
 
-MAX_STEPS = 30_000
+MAX_STEPS = 60_000
 """Of the engine, over seeds 0, 1, 2, …: by then a fault must have been noticed."""
 
 
