@@ -46,7 +46,8 @@ class Row:
 def log_softmax(logits: FloatArray) -> npt.NDArray[np.float64]:
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    result: npt.NDArray[np.float64] = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return result
 
 
 class Comparison:

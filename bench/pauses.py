@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import httpx
@@ -92,7 +92,7 @@ class Streams:
             if before_s is not None and at_s > begin_s and before_s < end_s:
                 worst_s = max(worst_s, at_s - before_s)
             last[number, answer] = at_s
-        newest = dict(last)  # each number with its latest answer
+        newest = dict(last.keys())  # each number with its latest answer
         # Whoever still waits has waited so long.
         return max([worst_s, *(end_s - last[each] for each in newest.items() if last[each] < end_s)])
 
@@ -156,7 +156,7 @@ def chat(**fields: object) -> Send:
     return post("/v1/chat/completions", {"messages": messages, "max_tokens": 8, **fields})
 
 
-def json_schema(schema: dict[str, object]) -> Send:
+def json_schema(schema: Mapping[str, object]) -> Send:
     return chat(
         response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
         max_tokens=32,
