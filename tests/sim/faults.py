@@ -506,8 +506,8 @@ def priority_reversed(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def oldest_is_preempted(patch: pytest.MonkeyPatch) -> None:
-    def first(self: Scheduler) -> Request:
-        return self._next_holder(None) or self.running[0]
+    def first(self: Scheduler, request: Request) -> Request:
+        return self._next_holder(request, self._what_stays_held(request)) or self.running[0]
 
     patch.setattr(Scheduler, "_next_victim", first)
 
