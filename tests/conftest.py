@@ -4,12 +4,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from segue.errors import DownloadError
 from segue.llm.llm import LLM
 from segue.weights import hub
 from tests.weights.make_gguf import tiny_llama
+
+# Tests depend on no clock: an example may take long on a busy machine.
+hypothesis.settings.register_profile("segue", deadline=None)
+hypothesis.settings.load_profile("segue")
 
 
 @pytest.fixture(scope="session")

@@ -136,7 +136,7 @@ def _key(key: int) -> bytes:
     return bytes([key])
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestPoolAgainstNaiveModel = PoolMachine.TestCase
 
 

@@ -116,7 +116,7 @@ def run_batch(executor: NativeExecutor, batch: Batch) -> list[list[TokenLogprobs
 
 
 @pytest.mark.parametrize("kind", QUANTISED_TYPES + FLOAT_TYPES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_batch_gives_the_bits_of_single_tokens(
     kind: str, plain: Plain, isas: list[str], data: st.DataObject

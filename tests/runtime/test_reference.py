@@ -125,7 +125,7 @@ def expected_scores(executor: ReferenceExecutor, tokens: list[int]) -> list[Toke
     return [row_logprobs(row, 0, VOCAB) for row in executor.logits(tokens)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_results_do_not_depend_on_the_schedule(executor: ReferenceExecutor, data: st.DataObject) -> None:
     """Sequences in random chunks, batches, block sizes and scattered blocks: the bits of each run alone."""

@@ -63,7 +63,7 @@ def logit_rows(draw: st.DrawFn) -> FloatRow:
     return logits.astype(np.float32)
 
 
-@settings(deadline=None, max_examples=600)
+@settings(max_examples=600)
 @given(logits=logit_rows(), sampling=samplings, data=st.data())
 def test_native_draws_the_ids_of_the_reference(
     logits: FloatRow, sampling: Sampling, data: st.DataObject
@@ -89,7 +89,7 @@ def test_native_draws_the_ids_of_the_reference_from_whole_vocabularies(vocab: in
         assert native.sample_row(logits, sampling, 9) == reference.sample_row(logits, sampling, 9)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(logits=logit_rows(), data=st.data())
 def test_native_logprobs_are_the_references(logits: FloatRow, data: st.DataObject) -> None:
     token = data.draw(st.integers(0, len(logits) - 1))
