@@ -1,5 +1,8 @@
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,18 +11,18 @@ from segue.errors import ModelFileError
 from segue.models import build_program
 from segue.models.program import Attention, Embed, Linear, Logits, RMSNorm, SiluMul
 from segue.weights.gguf import load_gguf
-from segue.weights.model_file import Tensor, TensorType
+from segue.weights.model_file import ModelFile, Tensor, TensorType
 from tests.weights.make_gguf import tiny_llama
 
 EPS = float(np.float32(1e-5))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFile:
     return load_gguf(tiny_llama(tmp_path_factory.mktemp("llama") / "tiny.gguf"))
 
 
-def with_metadata(model, **changes):
+def with_metadata(model: ModelFile, **changes: Any) -> ModelFile:
     """The model with keys `llama.<name>` changed ("__" is a dot), or removed when the value is None."""
     metadata = dict(model.metadata)
     for name, value in changes.items():
@@ -30,24 +33,30 @@ def with_metadata(model, **changes):
     return replace(model, metadata=metadata)
 
 
-def with_tensor(model, name, shape, kind=TensorType.F32, values=None):
+def with_tensor(
+    model: ModelFile,
+    name: str,
+    shape: tuple[int, ...],
+    kind: TensorType = TensorType.F32,
+    values: Sequence[float] | None = None,
+) -> ModelFile:
     data = np.zeros(shape, np.float32) if values is None else np.array(values, np.float32)
     tensor = Tensor(name, shape, kind, data.view(np.uint8).reshape(-1))
     return replace(model, tensors={**model.tensors, name: tensor})
 
 
-def without_tensor(model, name):
+def without_tensor(model: ModelFile, name: str) -> ModelFile:
     return replace(model, tensors={key: value for key, value in model.tensors.items() if key != name})
 
 
-def refused(model, pattern):
+def refused(model: ModelFile, pattern: str) -> None:
     with pytest.raises(ModelFileError, match=pattern) as caught:
         build_program(model)
     assert str(caught.value).startswith(f"{model.path}: ")
     assert str(caught.value).isprintable()
 
 
-def test_operations_of_a_small_model(tmp_path):
+def test_operations_of_a_small_model(tmp_path: Path) -> None:
     program = build_program(load_gguf(tiny_llama(tmp_path / "tiny.gguf", layers=1)))
     assert program.ops == (
         Embed("token_embd.weight", "x"),
@@ -68,9 +77,9 @@ def test_operations_of_a_small_model(tmp_path):
     assert (program.rope_dim, program.rope_theta, program.rope_factors) == (16, 10_000.0, ())
 
 
-def test_every_buffer_is_written_before_it_is_read_and_has_a_width(model):
+def test_every_buffer_is_written_before_it_is_read_and_has_a_width(model: ModelFile) -> None:
     program = build_program(model)
-    written = set()
+    written: set[str] = set()
     for op in program.ops:
         if not isinstance(op, Embed):
             read = op.qkv if isinstance(op, Attention) else op.x
@@ -83,7 +92,7 @@ def test_every_buffer_is_written_before_it_is_read_and_has_a_width(model):
     assert [op.layer for op in program.ops if isinstance(op, Attention)] == list(range(program.num_layers))
 
 
-def test_smollm2(smollm2_path):
+def test_smollm2(smollm2_path: Path) -> None:
     program = build_program(load_gguf(smollm2_path))
     assert (program.num_layers, program.num_heads, program.num_kv_heads, program.head_dim) == (30, 9, 3, 64)
     assert (program.vocab_size, program.max_model_len, program.rope_theta) == (49_152, 8192, 100_000.0)
@@ -92,35 +101,37 @@ def test_smollm2(smollm2_path):
     assert len(program.ops) == 1 + 30 * 8 + 1
 
 
-def test_output_matrix_of_its_own(tmp_path):
+def test_output_matrix_of_its_own(tmp_path: Path) -> None:
     model = load_gguf(tiny_llama(tmp_path / "tiny.gguf", tied=False))
-    assert build_program(model).ops[-1].weight == "output.weight"
+    last = build_program(model).ops[-1]
+    assert isinstance(last, Logits)
+    assert last.weight == "output.weight"
 
 
-def test_defaults_of_missing_keys(model):
+def test_defaults_of_missing_keys(model: ModelFile) -> None:
     program = build_program(with_metadata(model, rope__freq_base=None, vocab_size=None))
     assert program.rope_theta == 10_000.0
     assert program.vocab_size == 320
 
 
-def test_kv_heads_default_to_heads(tmp_path):
+def test_kv_heads_default_to_heads(tmp_path: Path) -> None:
     model = load_gguf(tiny_llama(tmp_path / "tiny.gguf", kv_heads=4))
     assert build_program(with_metadata(model, attention__head_count_kv=None)).num_kv_heads == 4
 
 
-def test_head_dim_of_its_own(tmp_path):
+def test_head_dim_of_its_own(tmp_path: Path) -> None:
     program = build_program(load_gguf(tiny_llama(tmp_path / "tiny.gguf", head_dim=32)))
     assert program.head_dim == 32
     assert program.widths["attention"] == 128
     assert program.widths["qkv"] == 256
 
 
-def test_rope_of_part_of_a_head(model):
+def test_rope_of_part_of_a_head(model: ModelFile) -> None:
     program = build_program(with_metadata(model, rope__dimension_count=8))
     assert program.rope_dim == 8
 
 
-def test_rope_factors(tmp_path):
+def test_rope_factors(tmp_path: Path) -> None:
     model = load_gguf(tiny_llama(tmp_path / "tiny.gguf", rope_freqs=True))
     factors = build_program(model).rope_factors
     assert factors == tuple(np.linspace(1, 8, 8, dtype=np.float32).tolist())
@@ -138,7 +149,7 @@ def test_rope_factors(tmp_path):
         ({"rope__scaling__type": "linear"}, ()),
     ],
 )
-def test_linear_rope_scaling(model, changes, factors):
+def test_linear_rope_scaling(model: ModelFile, changes: dict[str, Any], factors: tuple[float, ...]) -> None:
     assert build_program(with_metadata(model, **changes)).rope_factors == factors
 
 
@@ -192,7 +203,7 @@ def test_linear_rope_scaling(model, changes, factors):
         ({"logit_scale": 8.0}, "not supported"),
     ],
 )
-def test_metadata_that_is_refused(model, changes, pattern):
+def test_metadata_that_is_refused(model: ModelFile, changes: dict[str, Any], pattern: str) -> None:
     refused(with_metadata(model, **changes), pattern)
 
 
@@ -206,11 +217,11 @@ def test_metadata_that_is_refused(model, changes, pattern):
         {"attention__sliding_window": 0},
     ],
 )
-def test_neutral_values_change_nothing(model, changes):
+def test_neutral_values_change_nothing(model: ModelFile, changes: dict[str, Any]) -> None:
     assert build_program(with_metadata(model, **changes)) == build_program(model)
 
 
-def test_tokenizer_of_another_size(model):
+def test_tokenizer_of_another_size(model: ModelFile) -> None:
     tokens = {"tokenizer.ggml.tokens": ["a"] * 321}
     refused(replace(model, metadata={**model.metadata, **tokens}), "the tokenizer has 321 tokens")
 
@@ -223,31 +234,31 @@ def test_tokenizer_of_another_size(model):
         "blk.1.ffn_gate.weight", "blk.1.ffn_up.weight", "blk.1.ffn_down.weight",
     ],
 )  # fmt: skip
-def test_each_tensor_must_be_there_in_its_shape(model, name):
+def test_each_tensor_must_be_there_in_its_shape(model: ModelFile, name: str) -> None:
     refused(without_tensor(model, name), f"the tensor '{name}' is missing")
     rows, *rest = model.tensors[name].shape
     refused(with_tensor(model, name, (rows + 1, *rest)), "has the shape|the tokenizer has 320 tokens")
     refused(with_tensor(model, name, (rows, *rest, 1)), "has the shape")
 
 
-def test_norms_must_be_floats(model):
+def test_norms_must_be_floats(model: ModelFile) -> None:
     refused(with_tensor(model, "output_norm.weight", (64,), TensorType.Q8_0), "is Q8_0, it must be of floats")
 
 
-def test_a_tensor_that_nothing_would_use(model):
+def test_a_tensor_that_nothing_would_use(model: ModelFile) -> None:
     refused(with_tensor(model, "blk.0.attn_q.bias", (64,)), "the tensor 'blk.0.attn_q.bias' is not part of")
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
-def test_rope_factors_must_be_positive(model, factor):
+def test_rope_factors_must_be_positive(model: ModelFile, factor: float) -> None:
     refused(with_tensor(model, "rope_freqs.weight", (8,), values=[factor] * 8), "not a positive number")
 
 
-def test_rope_factors_must_be_one_for_each_pair(model):
+def test_rope_factors_must_be_one_for_each_pair(model: ModelFile) -> None:
     refused(with_tensor(model, "rope_freqs.weight", (4,)), "has the shape")
     refused(with_tensor(model, "rope_freqs.weight", (8,), TensorType.F16), "must be F32")
 
 
-def test_unknown_architecture(model):
+def test_unknown_architecture(model: ModelFile) -> None:
     refused(replace(model, architecture="mamba"), "the architecture 'mamba' is not supported; known: llama")
     refused(replace(model, architecture="x\n" * 1000), "is not supported")

@@ -2,6 +2,7 @@
 
 import random
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -20,13 +21,13 @@ KEYS = (
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("fuzz") / "tiny.gguf"
     return tiny_llama(path, layers=1, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=300).read_bytes()
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_damaged_files_raise_nothing_but_model_file_error(whole, tmp_path, seed):
+def test_damaged_files_raise_nothing_but_model_file_error(whole: bytes, tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     header = whole.index(b"output_norm.weight")
     path = tmp_path / "damaged.gguf"
@@ -43,7 +44,7 @@ def test_damaged_files_raise_nothing_but_model_file_error(whole, tmp_path, seed)
     assert grown_kib < 64 * 1024
 
 
-def refusal(path, where):
+def refusal(path: Path, where: str) -> str | None:
     """Why the file is refused; None when it makes a program."""
     try:
         build_program(load_gguf(path))
@@ -54,7 +55,7 @@ def refusal(path, where):
     return None
 
 
-def damage(whole, header, rng):
+def damage(whole: bytes, header: int, rng: random.Random) -> bytes:
     """One to three changes, most of them to the first `header` bytes, where each one matters."""
     damaged = bytearray(whole)
     for _ in range(rng.randint(1, 3)):
@@ -79,7 +80,7 @@ def damage(whole, header, rng):
     return bytes(damaged)
 
 
-def damage_value(damaged, rng):
+def damage_value(damaged: bytearray, rng: random.Random) -> None:
     """Change a number of the metadata, which may leave a file that is well formed and absurd."""
     key = rng.choice(KEYS)
     at = damaged.find(key)

@@ -1,6 +1,7 @@
 import os
 import re
 import struct
+from pathlib import Path
 
 import gguf as package
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from segue.errors import ModelFileError
 from segue.weights import gguf as reader
 from segue.weights.gguf import load_gguf
-from segue.weights.model_file import TensorType
+from segue.weights.model_file import ModelFile, TensorType
 from tests.weights.make_gguf import tiny_llama
 from tests.weights.raw_gguf import (
     ARCHITECTURE,
@@ -27,13 +28,13 @@ from tests.weights.raw_gguf import (
 F32, Q4_0, Q4_K = 0, 2, 12
 
 
-def load(tmp_path, content):
+def load(tmp_path: Path, content: bytes) -> ModelFile:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     return load_gguf(path)
 
 
-def refused(tmp_path, content, pattern):
+def refused(tmp_path: Path, content: bytes, pattern: str) -> None:
     """The file is refused in one line that names it and says `pattern`."""
     with pytest.raises(ModelFileError, match=pattern) as caught:
         load(tmp_path, content)
@@ -46,7 +47,7 @@ def refused(tmp_path, content, pattern):
 # The tables agree with the package that defines the format in Python.
 
 
-def test_value_types_are_ggufs():
+def test_value_types_are_ggufs() -> None:
     assert {kind.name: kind.value for kind in reader.ValueType} == {
         kind.name: kind.value for kind in package.GGUFValueType
     }
@@ -55,7 +56,7 @@ def test_value_types_are_ggufs():
     assert reader.DEFAULT_ALIGNMENT == package.GGUF_DEFAULT_ALIGNMENT
 
 
-def test_tensor_types_are_ggmls():
+def test_tensor_types_are_ggmls() -> None:
     for kind in TensorType:
         theirs = package.GGMLQuantizationType[kind.name]
         assert theirs.value == kind.value
@@ -69,13 +70,13 @@ def test_tensor_types_are_ggmls():
 
 
 @pytest.mark.parametrize("version", [2, 3])
-def test_both_versions(tmp_path, version):
+def test_both_versions(tmp_path: Path, version: int) -> None:
     model = load(tmp_path, gguf(version=u32(version)))
     assert model.architecture == "llama"
     assert model.tensors == {}
 
 
-def test_every_value_type(tmp_path):
+def test_every_value_type(tmp_path: Path) -> None:
     values = {
         0: ("<B", 200), 1: ("<b", -100), 2: ("<H", 60_000), 3: ("<h", -30_000), 4: ("<I", 4_000_000_000),
         5: ("<i", -2_000_000_000), 6: ("<f", 0.5), 7: ("<?", True),
@@ -93,14 +94,15 @@ def test_every_value_type(tmp_path):
         assert metadata[f"one.{kind}"] == value
         assert type(metadata[f"one.{kind}"]) is type(value)
         assert metadata[f"two.{kind}"] == [value, value]
-        assert type(metadata[f"two.{kind}"][0]) is type(value)
+        assert isinstance(two := metadata[f"two.{kind}"], list)
+        assert type(two[0]) is type(value)
         assert metadata[f"none.{kind}"] == []
     assert metadata["text"] == "Ġ€𝄞\n"
     assert metadata["texts"] == ["a", "", "é"]
 
 
 @pytest.mark.parametrize("alignment", [1, 8, 64])
-def test_alignment(tmp_path, alignment):
+def test_alignment(tmp_path: Path, alignment: int) -> None:
     size = 64
     entries = [ARCHITECTURE, entry("general.alignment", U32, u32(alignment))]
     data = bytes(range(size)) + bytes(range(100, 100 + size))
@@ -111,7 +113,7 @@ def test_alignment(tmp_path, alignment):
     assert model.tensors["b"].data.tobytes() == data[size:]
 
 
-def test_tensor_data_is_a_read_only_view(tmp_path):
+def test_tensor_data_is_a_read_only_view(tmp_path: Path) -> None:
     model = load_gguf(tiny_llama(tmp_path / "tiny.gguf"))
     data = model.tensors["token_embd.weight"].data
     assert not data.flags.owndata
@@ -121,24 +123,24 @@ def test_tensor_data_is_a_read_only_view(tmp_path):
 # What is refused.
 
 
-def test_missing_file(tmp_path):
+def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=re.escape(f"{tmp_path}/none.gguf: no such file")):
         load_gguf(tmp_path / "none.gguf")
 
 
-def test_folder(tmp_path):
+def test_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=re.escape(f"{tmp_path} is a directory")):
         load_gguf(tmp_path)
 
 
-def test_pipe_is_refused_without_waiting_for_a_writer(tmp_path):
+def test_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ModelFileError, match="not a regular file"):
         load_gguf(tmp_path / "pipe")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable_file(tmp_path):
+def test_unreadable_file(tmp_path: Path) -> None:
     path = tmp_path / "secret.gguf"
     path.write_bytes(gguf())
     path.chmod(0)
@@ -147,13 +149,13 @@ def test_unreadable_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "x" * 5000, "a\nb", "\udcff"])
-def test_impossible_paths(name):
+def test_impossible_paths(name: str) -> None:
     with pytest.raises(ModelFileError) as caught:
         load_gguf(name)
     assert str(caught.value).isprintable()
 
 
-def test_path_below_a_file(tmp_path):
+def test_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelFileError, match="cannot be read: Not a directory"):
         load_gguf(tmp_path / "file" / "model.gguf")
@@ -213,11 +215,11 @@ DATA = bytes(32)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_refused(tmp_path, content, pattern):
+def test_refused(tmp_path: Path, content: bytes, pattern: str) -> None:
     refused(tmp_path, content, pattern)
 
 
-def test_every_truncation_is_refused(tmp_path):
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
     tensors = [SMALL, tensor("b", [8], F32, 32)]
     whole = gguf([ARCHITECTURE, entry("k", ARRAY, array(STRING, 1, string("v")))], tensors, DATA * 2)
     load(tmp_path, whole)
