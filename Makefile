@@ -48,6 +48,7 @@ check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
 	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory check-page; \
 		else echo "skipped: the lint of the page's JavaScript needs npm"; fi
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from segue.args import EngineArgs
+from segue.host.build import build
 from segue.host.loop import EngineLoop
 from segue.sample.params import SamplingParams
 from segue.session.live import Session, SessionManager
@@ -63,10 +64,12 @@ async def first_token(session: Session) -> float:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    loaded = EngineArgs.of(
-        args.model,
-        {"max_model_len": 2048, "async_scheduling": True, "max_num_seqs": 16, "num_kv_blocks": 2048},
-    ).build()
+    loaded = build(
+        EngineArgs.of(
+            args.model,
+            {"max_model_len": 2048, "async_scheduling": True, "max_num_seqs": 16, "num_kv_blocks": 2048},
+        )
+    )
     loop = EngineLoop(loaded.engine)
     manager = SessionManager(loop, loaded.tokenizer)
     words = prompt_words(manager, args.tokens)

@@ -13,6 +13,7 @@ import pytest
 from segue import AsyncLLM, EngineArgs, EngineDead, RequestFailed, SamplingParams, StreamingInput
 from segue.answers.processor import OutputProcessor, Processed
 from segue.contract.reports import EngineOutput
+from segue.host.build import build
 from segue.host.client import EngineClient
 from segue.host.loop import EngineLoop
 from segue.host.process import EngineProcess
@@ -260,7 +261,7 @@ def test_an_answer_that_cannot_be_read_ends_alone(tiny_path: Path, monkeypatch: 
 def test_what_a_handler_raises_ends_its_request_alone(
     tiny_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loop = EngineLoop(args(tiny_path).build().engine)
+    loop = EngineLoop(build(args(tiny_path)).engine)
 
     async def test() -> None:
         ended = asyncio.Event()

@@ -10,6 +10,7 @@ from segue import EngineArgs, SamplingParams
 from segue.contract.reports import EngineOutput
 from segue.engine.engine import Engine
 from segue.host import wire
+from segue.host.build import build
 from segue.host.journal import Journal
 
 MAX_TOKENS = 12
@@ -17,11 +18,10 @@ LENGTH = 6
 
 
 def make_engine(path: Path, **options: Any) -> Engine:
-    engine = (
-        EngineArgs(model=str(path), runtime="reference", max_num_seqs=4, max_num_batched_tokens=16, **options)
-        .build()
-        .engine
+    args = EngineArgs(
+        model=str(path), runtime="reference", max_num_seqs=4, max_num_batched_tokens=16, **options
     )
+    engine = build(args).engine
     assert isinstance(engine, Engine)
     return engine
 

@@ -33,6 +33,7 @@ from segue.contract.reports import EngineOutput, EngineStats, FinishReason, Requ
 from segue.contract.step import TokenLogprobs
 from segue.host import connection, wire
 from segue.host import process as process_module
+from segue.host.build import build
 from segue.host.client import EngineClient
 from segue.host.process import EngineProcess
 from tests.host.processes import (
@@ -189,7 +190,7 @@ def test_requests_without_a_seed_get_the_same_one(tiny_path: Path) -> None:
 
 
 def test_a_resumable_request_with_truncate_and_fork(engine: EngineProcess, tiny_path: Path) -> None:
-    here = args(tiny_path).build().engine
+    here = build(args(tiny_path)).engine
     seen = []
     for client in (here, engine):
         client.add_request("a", [5, 6, 7], PARAMS, resumable=True, keep="all")
@@ -225,7 +226,7 @@ def test_a_resumable_request_with_truncate_and_fork(engine: EngineProcess, tiny_
 def test_bad_requests_raise_at_the_call_and_as_the_engine_does(
     engine: EngineProcess, tiny_path: Path, token_ids: Any, params: Any, options: dict[str, Any]
 ) -> None:
-    here = args(tiny_path).build().engine
+    here = build(args(tiny_path)).engine
     with pytest.raises((ParameterError, CapacityError)) as expected:
         here.add_request("a", token_ids, params, **options)
     with pytest.raises(type(expected.value)) as caught:

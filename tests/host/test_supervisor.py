@@ -15,6 +15,7 @@ from segue import AsyncLLM, EngineArgs, EngineDead, RequestFailed, SamplingParam
 from segue.answers.outputs import CompletionOutput, RequestOutput, TokensPrompt
 from segue.contract.reports import EngineOutput, FinishReason
 from segue.host import connection, supervisor
+from segue.host.build import build
 from segue.host.process import EngineProcess
 from segue.host.supervisor import RestartingConnection
 from tests.host.deadly_child import DEADLY
@@ -280,7 +281,7 @@ def test_those_that_were_computed_with_it_go_on(deadly: EngineProcess, tiny_path
     for name in ("bad", "worse"):
         (refusal,) = [each for each in outputs if each.request_id == name]
         assert refusal.finish_reason is FinishReason.ERROR
-    plain = args(tiny_path).build().engine
+    plain = build(args(tiny_path)).engine
     for number, name in enumerate(names):
         plain.add_request(name, [20 + number, 6], PARAMS)
     expected = []

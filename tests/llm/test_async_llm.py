@@ -32,6 +32,7 @@ from segue.answers.outputs import Delta
 from segue.contract.reports import EngineOutput, EngineStats, FinishReason
 from segue.contract.step import ForwardResult, SeqStep
 from segue.engine.engine import Engine
+from segue.host.build import build
 from segue.host.loop import EngineLoop
 from segue.runtime.reference import ReferenceExecutor
 from tests.host.processes import process_of as process_of_engine
@@ -638,7 +639,7 @@ def test_leaving_a_streaming_input_ends_its_source(llm: AsyncLLM) -> None:
 
 
 def test_raw_outputs_come_in_order_on_the_event_loop(tiny_path: Path) -> None:
-    loop = EngineLoop(EngineArgs(model=str(tiny_path), runtime="reference").build().engine)
+    loop = EngineLoop(build(EngineArgs(model=str(tiny_path), runtime="reference")).engine)
     raw = msgspec.structs.replace(PARAMS, logprobs=None)
 
     async def test() -> None:

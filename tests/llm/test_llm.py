@@ -27,6 +27,7 @@ from segue.args import EngineOptions
 from segue.contract.reports import EngineOutput
 from segue.contract.step import ForwardResult, SeqStep
 from segue.engine.engine import Engine
+from segue.host.build import build
 from segue.runtime.native import available_cpus
 from segue.runtime.reference import ReferenceExecutor
 from tests.weights.make_gguf import tiny_llama
@@ -296,16 +297,16 @@ def test_too_few_blocks(tiny_path: Path) -> None:
 def test_kv_memory_is_bounded_by_its_share(tiny_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = EngineArgs(model=str(tiny_path), runtime="reference", block_size=16)
     one = 256 // 16
-    roomy = args.build()
+    roomy = build(args)
     assert roomy.config.num_kv_blocks == 4 * one
     block_bytes = 16 * KV_BYTES_PER_TOKEN
-    monkeypatch.setattr("segue.args.free_memory_bytes", lambda: 4 * (2 * one + 1) * block_bytes)
-    assert args.build().config.num_kv_blocks == 2 * one + 1
-    monkeypatch.setattr("segue.args.free_memory_bytes", lambda: one * block_bytes)
-    assert args.build().config.num_kv_blocks == one
-    monkeypatch.setattr("segue.args.free_memory_bytes", lambda: one * block_bytes - 1)
+    monkeypatch.setattr("segue.host.build.free_memory_bytes", lambda: 4 * (2 * one + 1) * block_bytes)
+    assert build(args).config.num_kv_blocks == 2 * one + 1
+    monkeypatch.setattr("segue.host.build.free_memory_bytes", lambda: one * block_bytes)
+    assert build(args).config.num_kv_blocks == one
+    monkeypatch.setattr("segue.host.build.free_memory_bytes", lambda: one * block_bytes - 1)
     with pytest.raises(CapacityError, match="lower max_model_len"):
-        args.build()
+        build(args)
 
 
 def test_lower_priority_goes_first(tiny_path: Path) -> None:

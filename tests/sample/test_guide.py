@@ -19,6 +19,7 @@ from segue.contract.step import Sampling
 from segue.engine.check import check_chunk
 from segue.engine.config import EngineConfig
 from segue.errors import ParameterError, RequestFailed
+from segue.host.build import load
 from segue.llm.llm import LLM
 from segue.sample import guide as guide_module
 from segue.sample.guide import Grammar, GrammarGuides
@@ -118,7 +119,7 @@ def test_a_grammar_over_a_limit_is_an_error_of_its_request(
 ) -> None:
     too_much = SamplingParams(structured_outputs=StructuredOutputsParams(**structured), max_tokens=9)
     plain = SamplingParams(temperature=0, max_tokens=9)
-    loaded = EngineArgs(model=str(smollm2_path), max_model_len=64).load()
+    loaded = load(EngineArgs(model=str(smollm2_path), max_model_len=64))
     engine = loaded.engine
     with LLM(smollm2_path, max_model_len=64) as llm:
         (alone,) = llm.generate(["Once"], plain, use_tqdm=False)

@@ -12,6 +12,7 @@ from segue.answers.outputs import Delta
 from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineStats
 from segue.errors import CapacityError, SessionClosed, SessionError
+from segue.host.build import build
 from segue.host.loop import EngineLoop
 from segue.llm.async_llm import AsyncLLM
 from segue.llm.llm import LLM
@@ -30,7 +31,7 @@ async def sessions(
     path: Path, options: EngineOptions, *, max_sessions: int | None = None, timeout_s: float | None = None
 ) -> AsyncIterator[SessionManager]:
     """A manager over an engine of this process; all blocks must be free at the end."""
-    loaded = EngineArgs.of(path, options).build()
+    loaded = build(EngineArgs.of(path, options))
     loop = EngineLoop(loaded.engine)
     manager = SessionManager(loop, loaded.tokenizer, max_sessions=max_sessions, timeout_s=timeout_s)
     try:

@@ -28,10 +28,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def __post_init__(self) -> None:
         _check_method(self.method)
-        _positive("speculative_config.num_speculative_tokens", self.num_speculative_tokens)
+        check_positive("speculative_config.num_speculative_tokens", self.num_speculative_tokens)
         match self.method:
             case "ngram":
-                _positive("speculative_config.prompt_lookup_min", self.prompt_lookup_min)
+                check_positive("speculative_config.prompt_lookup_min", self.prompt_lookup_min)
                 if self.prompt_lookup_max < self.prompt_lookup_min:
                     raise ParameterError(
                         "speculative_config.prompt_lookup_max",
@@ -91,7 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_num_batched_tokens",
             "async_depth",
         ):
-            _positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.async_depth > MAX_STEPS_IN_FLIGHT:
             raise ParameterError("async_depth", self.async_depth, f"must be at most {MAX_STEPS_IN_FLIGHT}")
         if self.scheduling_policy not in get_args(SchedulingPolicy):
@@ -129,6 +129,7 @@ def _check_method(method: object) -> None:
         raise ParameterError("speculative_config.method", method, f"unknown; known are {known}")
 
 
-def _positive(name: str, value: object) -> None:
+def check_positive(name: str, value: object) -> None:
+    """Raises ParameterError unless the value is an integer from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
         raise ParameterError(name, value, "must be a positive integer below 2^31")

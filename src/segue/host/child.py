@@ -55,12 +55,13 @@ def _serve(pair: "zmq.Socket[bytes]", notes: wire.Notes) -> None:
     """Loads the model, then carries out calls and steps until the process is ended."""
     from segue.args import EngineArgs
     from segue.engine.engine import Engine
+    from segue.host.build import build
 
     pair.send(wire.encode(wire.Connected()))
     start = wire.decode_to_child(pair.recv())
     assert isinstance(start, wire.Start)
     try:
-        engine = EngineArgs(**start.args).build().engine
+        engine = build(EngineArgs(**start.args)).engine
     except SegueError as error:
         pair.send(wire.encode(wire.NotLoaded(pickle.dumps(error))))
         return

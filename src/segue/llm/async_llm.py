@@ -22,6 +22,7 @@ from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineSnapshot, EngineStats
 from segue.engine.request import Keep
 from segue.errors import ParameterError
+from segue.host.build import load
 from segue.host.loop import EngineLoop
 from segue.llm.llm import Message
 from segue.sample.params import SamplingParams
@@ -56,7 +57,7 @@ class AsyncLLM:
             args = model
         else:
             args = EngineArgs.of(model, options)
-        loaded = args.load()
+        loaded = load(args)
         self.config = loaded.config
         self.engine_loop = EngineLoop(loaded.engine)
         """For what works on token ids; see `Channel`."""

@@ -25,6 +25,7 @@ from segue.answers.prompts import (
 from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineOutput, FinishReason
 from segue.errors import EngineDead, ParameterError, RequestFailed
+from segue.host.build import load
 from segue.host.stepping import SharedSteps
 from segue.sample.params import SamplingParams
 from segue.tokens import Tokenizer
@@ -49,7 +50,7 @@ class LLM:
             args = model
         else:
             args = EngineArgs.of(model, options)
-        loaded = args.load()
+        loaded = load(args)
         self.config = loaded.config
         self._steps = SharedSteps(loaded.engine)
         self._tokenizer = loaded.tokenizer
