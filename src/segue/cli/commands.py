@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from segue.args import KVCacheDtype, RuntimeName
-from segue.cli.main import EXIT_INTERRUPTED
+from segue.cli.process import EXIT_INTERRUPTED
 from segue.engine.config import SchedulingPolicy
 from segue.errors import UsageError
 from segue.server.shared.options import LogLevel, ToolFormat

@@ -1,27 +1,16 @@
 """The `segue` command. This module stays light: a command's own imports happen when it runs.
 
-    exit code 0    done
-              1    the request was right and could not be carried out
-              2    the command line, a file or a parameter is wrong
-            130    Ctrl-C
-            141    the reader of stdout went away
-
 An error is one line on stderr, and so is a warning. SEGUE_DEBUG=1 shows where an error came from as well.
 """
 
 import io
 import os
 import sys
-import time
 import warnings
 from typing import TextIO
 
+from segue.cli.process import EXIT_CLOSED_PIPE, EXIT_FAILED, EXIT_INTERRUPTED
 from segue.display import one_line
-
-START_S = time.perf_counter()
-"""When the command began, for "time to first token"."""
-
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 1, 2, 130, 141
 
 
 def main() -> None:

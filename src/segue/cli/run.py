@@ -7,9 +7,9 @@ import msgspec
 
 from segue.answers.outputs import Prompt, RequestOutput
 from segue.args import EngineArgs
-from segue.cli.main import START_S
 from segue.cli.output import print_json, write_answer
 from segue.cli.parse import read_prompt
+from segue.cli.process import START_S
 from segue.contract.reports import FinishReason
 from segue.errors import RequestFailed
 from segue.llm.llm import LLM
