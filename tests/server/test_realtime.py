@@ -3,18 +3,22 @@
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import inspect
 from openai import AsyncOpenAI
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from segue import LLM, AsyncLLM, SamplingParams
 from segue.server.realtime import event_log, session
+from segue.server.realtime.client_events import AnyClientEvent
 from segue.server.realtime.conversation import ConversationState
+from segue.server.realtime.server_events import AnyServerEvent, ServerEvent
 from segue.server.shared.options import ServerOptions
 from segue.server.shared.serving import Serving
 from tests.server.realtime_client import GREEDY, client, run, text_of, url
@@ -467,6 +471,11 @@ def test_events_that_are_lost_are_not_passed_over(server: RunningServer) -> None
     run(test())
 
 
+class Numbered(ServerEvent, kw_only=True, tag="numbered"):
+    text: str
+    number: int
+
+
 def test_the_log_is_bounded_and_gives_again_what_was_sent() -> None:
     async def test() -> None:
         log = event_log.EventLog()
@@ -476,7 +485,7 @@ def test_the_log_is_bounded_and_gives_again_what_was_sent() -> None:
         async def write() -> None:
             nonlocal written
             for number in range(2000):
-                await log.add("a", text=text, number=number)
+                await log.add(Numbered(text=text, number=number))
                 written += 1
 
         writer = asyncio.create_task(write())
@@ -533,18 +542,94 @@ def test_a_slow_reader_gets_it_all_in_larger_parts(long_path: Path, monkeypatch:
     run(test())
 
 
-def test_the_documentation_names_every_event() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "realtime.md").read_text()
-    examples = set()
-    for block in re.findall(r"```json\n(.*?)```", text, re.DOTALL):
+# --- documentation --------------------------------------------------------------------------------------------
+
+DOCUMENTATION = (Path(__file__).parents[2] / "docs" / "realtime.md").read_text()
+ELIDED = "..."
+"""The key of what an example leaves out."""
+
+
+def examples() -> Iterator[dict[str, Any]]:
+    """The events that the documentation shows."""
+    for block in re.findall(r"```json\n(.*?)```", DOCUMENTATION, re.DOTALL):
         rest = block.strip()
         while rest:
             event, end = json.JSONDecoder().raw_decode(rest)
-            examples.add(event["type"])
+            yield event
             rest = rest[end:].lstrip()
-    source = Path(session.__file__).parent
-    known = set(re.findall(r'tag="([a-z_.]+)"', (source / "client_events.py").read_text()))
-    for path in source.glob("*.py"):
-        known |= set(re.findall(r'log\.(?:add|put)\(\s*"([a-z_.]+)"', path.read_text()))
-    assert len(known) > 20
-    assert known <= examples
+
+
+def field_names(known: inspect.StructType) -> set[str]:
+    tag = [] if known.tag_field is None else [known.tag_field]
+    return {*tag, *(field.encode_name for field in known.fields)}
+
+
+def struct_in(known: inspect.Type) -> inspect.StructType | None:
+    """What a field holds, or holds several of."""
+    match known:
+        case inspect.StructType():
+            return known
+        case inspect.ListType(item_type=item):
+            return struct_in(item)
+        case inspect.UnionType(types=types):
+            return next(filter(None, map(struct_in, types)), None)
+    return None
+
+
+def all_fields(known: inspect.StructType) -> Iterator[tuple[type, str]]:
+    """Its own, and those of what it holds."""
+    for name in field_names(known):
+        yield known.cls, name
+    for field in known.fields:
+        if (inner := struct_in(field.type)) is not None:
+            yield from all_fields(inner)
+
+
+def fields_shown(example: dict[str, Any], known: inspect.StructType) -> Iterator[tuple[type, str]]:
+    """Those of `all_fields` that an example has. Others are no fields."""
+    names = set(example) - {ELIDED}
+    assert names <= field_names(known), (known.cls, names)
+    for name in names:
+        yield known.cls, name
+    for field in known.fields:
+        inner, value = struct_in(field.type), example.get(field.encode_name)
+        if inner is not None and value is not None:
+            for each in value if isinstance(value, list) else [value]:
+                yield from fields_shown(each, inner)
+
+
+def events_of(union: object) -> dict[str, inspect.StructType]:
+    known = inspect.type_info(union)
+    assert isinstance(known, inspect.UnionType)
+    return {str(each.tag): each for each in known.types if isinstance(each, inspect.StructType)}
+
+
+CLIENT_EVENTS = events_of(AnyClientEvent)
+SERVER_EVENTS = events_of(AnyServerEvent)
+
+
+def test_the_documentation_shows_every_event_with_its_fields() -> None:
+    """And none that does not exist."""
+    events = CLIENT_EVENTS | SERVER_EVENTS
+    shown = {field for each in examples() for field in fields_shown(each, events[each["type"]])}
+    assert {each["type"] for each in examples()} == set(events)
+    for event in SERVER_EVENTS.values():
+        assert set(all_fields(event)) <= shown
+    code = " ".join(re.findall(r"`([^`\n]+)`", DOCUMENTATION))
+    words = {*re.findall(r"[a-z_]+", code), "modalities", "max_response_output_tokens"}
+    for event in CLIENT_EVENTS.values():
+        assert {name for cls, name in all_fields(event) if (cls, name) not in shown} <= words
+
+
+def test_the_documentation_has_a_table_of_the_servers_events() -> None:
+    rows: dict[str, set[str]] = {}
+    for names, fields in re.findall(
+        r"^\| (`[a-z_]+(?:\.[a-z_]+)*`.*?)\|.*?\|(.*)\|$", DOCUMENTATION, re.MULTILINE
+    ):
+        first, *others = re.findall(r"`([a-z_.]+)`", names)
+        for name in (first, *(first.rpartition(".")[0] + other for other in others)):
+            rows[name] = set(re.findall(r"`([a-z_]+)`", fields))
+    assert set(rows) == set(SERVER_EVENTS)
+    for name, event in SERVER_EVENTS.items():
+        assert field_names(event) - {"type", "event_id"} <= rows[name], name
+        assert rows[name] <= {field for _, field in all_fields(event)}, name

@@ -25,6 +25,7 @@ from segue.server.realtime import saver as saving
 from segue.server.realtime.conversation import ConversationState
 from segue.server.realtime.registry import SessionRegistry
 from segue.server.realtime.saver import SessionSaver
+from segue.server.realtime.server_events import OutputTextDelta
 from segue.server.realtime.session import RealtimeSession, SessionState
 from segue.server.shared.options import ServerOptions
 from segue.server.shared.serving import Serving
@@ -488,7 +489,7 @@ def test_an_event_is_carried_out_whole(long_path: Path) -> None:
 
     async def test(llm: AsyncLLM, serving: Serving, session: RealtimeSession, told: Told) -> None:
         while session.log._num_unsent_bytes < event_log.MAX_UNSENT_BYTES:
-            session.log.put("filler", text="x" * 10_000)
+            session.log.put(OutputTextDelta(response_id="", item_id="", delta="x" * 10_000))
         item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hen"}]}
         reading = asyncio.create_task(
             session.receive(json.dumps({"type": "conversation.item.create", "item": item}))

@@ -5,5 +5,6 @@ registry.py         sessions by id, also while nobody is connected, and on disk
 session.py          what each event does, and the answer that runs
 conversation.py     items and open input as one live session of the engine
 client_events.py    the events that clients send
-event_log.py        the events that they are sent: numbered, bounded, kept for a while
+server_events.py    the events that they are sent
+event_log.py        those of one session: numbered, bounded, kept for a while
 """

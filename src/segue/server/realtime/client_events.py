@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from segue.server.shared.body import read_fields
 from segue.server.shared.http_errors import HttpError
@@ -33,7 +33,26 @@ class ItemFields(msgspec.Struct, kw_only=True):
     content: list[ContentPart] = []
 
 
-class SessionFields(msgspec.Struct, kw_only=True):
+class SamplingSettings(msgspec.Struct, kw_only=True):
+    """As clients set them and are shown those that were set, under the names that `SamplingParams` has."""
+
+    temperature: float | UnsetType | None = UNSET
+    top_p: float | UnsetType | None = UNSET
+    top_k: Int | UnsetType | None = UNSET
+    min_p: float | UnsetType | None = UNSET
+    seed: Seed | UnsetType | None = UNSET
+    stop: list[str] | UnsetType | None = UNSET
+    presence_penalty: float | UnsetType | None = UNSET
+    frequency_penalty: float | UnsetType | None = UNSET
+    repetition_penalty: float | UnsetType | None = UNSET
+
+    def sampling(self) -> dict[str, Any]:
+        """Those that are set."""
+        values = ((name, getattr(self, name)) for name in SamplingSettings.__struct_fields__)
+        return {name: value for name, value in values if value is not None and value is not UNSET}
+
+
+class SessionFields(SamplingSettings, kw_only=True):
     """What `session.update` can set. A field that is left out, or null, stays what it is."""
 
     type: str | None = None
@@ -41,15 +60,6 @@ class SessionFields(msgspec.Struct, kw_only=True):
     max_output_tokens: Int | Literal["inf"] | None = None
     output_modalities: list[str] | None = None
     tools: list[Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    seed: Seed | None = None
-    stop: list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     modalities: Any = None
     """The beta interface's name, which is refused like the next one."""
     max_response_output_tokens: Any = None

@@ -19,6 +19,7 @@ from segue.answers.outputs import CompletionOutput
 from segue.errors import SegueError, SessionError
 from segue.llm.async_llm import AsyncLLM
 from segue.sample.params import SamplingParams
+from segue.server.realtime.server_events import ShownItem, ShownText
 from segue.server.shared.http_errors import HttpError
 from segue.server.shared.serving import new_id
 from segue.session.live import Answer, Session
@@ -43,17 +44,14 @@ class Item(msgspec.Struct, kw_only=True):
     def message(self) -> Message:
         return {"role": self.role, "content": self.text}
 
-    def shown(self) -> dict[str, object]:
-        """As OpenAI's clients expect it."""
+    def shown(self, *, is_begun: bool = False) -> ShownItem:
+        """`is_begun`: its text is still to come."""
+        if is_begun:
+            return ShownItem(id=self.id, status="in_progress", role=self.role, content=[])
+        kind: Literal["output_text", "input_text"]
         kind = "output_text" if self.role == "assistant" else "input_text"
-        return {
-            "id": self.id,
-            "object": "realtime.item",
-            "type": "message",
-            "status": "completed" if self.is_complete else "incomplete",
-            "role": self.role,
-            "content": [{"type": kind, "text": self.text}],
-        }
+        status: Literal["completed", "incomplete"] = "completed" if self.is_complete else "incomplete"
+        return ShownItem(id=self.id, status=status, role=self.role, content=[ShownText(kind, self.text)])
 
 
 class ConversationState(msgspec.Struct, kw_only=True):

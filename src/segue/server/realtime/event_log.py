@@ -8,12 +8,15 @@ from collections import deque
 
 import msgspec
 
+from segue.server.realtime.server_events import ServerEvent
+
 MAX_UNSENT_BYTES = 256 << 10
 """Who writes faster than the client reads waits from here on."""
 MAX_KEPT_BYTES = 1 << 20
 """Of events that were sent."""
 
 ID_PREFIX = "event_"
+FIRST_ID = f"{ID_PREFIX}0"
 MAX_DIGITS = 18
 """Of an event's number."""
 
@@ -40,16 +43,17 @@ class EventLog:
         while self._num_unsent_bytes >= MAX_UNSENT_BYTES:
             await self._changed.wait()
 
-    async def add(self, kind: str, **fields: object) -> None:
-        """An event of this type, when there is room for it."""
+    async def add(self, event: ServerEvent) -> None:
+        """An event, when there is room for it. It gets its number."""
         await self.room()
-        self.put(kind, **fields)
+        self.put(event)
 
-    def put(self, kind: str, **fields: object) -> None:
+    def put(self, event: ServerEvent) -> None:
         """The same at once: for what must be told together with the change that it tells of. Whoever puts many waits
         for room before."""
         number = self._num_events
-        data = msgspec.json.encode({"type": kind, "event_id": f"{ID_PREFIX}{number}", **fields})
+        event.event_id = f"{ID_PREFIX}{number}"
+        data = msgspec.json.encode(event)
         self._num_events += 1
         self._unsent.append(_Logged(number, data))
         self._num_unsent_bytes += len(data)

@@ -13,7 +13,8 @@ from http import HTTPStatus
 
 from segue.server.realtime.conversation import ConversationState
 from segue.server.realtime.saver import SessionSaver
-from segue.server.realtime.session import RealtimeSession, SessionState, error_fields
+from segue.server.realtime.server_events import SessionCreated, SessionResumed
+from segue.server.realtime.session import RealtimeSession, SessionState
 from segue.server.shared.http_errors import HttpError
 from segue.server.shared.options import ServerOptions
 from segue.server.shared.serving import Serving, new_id
@@ -109,7 +110,7 @@ class SessionRegistry:
     def _create(self, serving: Serving, session_id: str, state: SessionState) -> RealtimeSession:
         self._make_room()
         session = RealtimeSession(serving, session_id, state, self._changed)
-        session.log.put("session.created", session=session.shown())
+        session.log.put(SessionCreated(session=session.shown()))
         self._sessions[session_id] = session
         return session
 
@@ -156,5 +157,5 @@ def _go_on(session: RealtimeSession, last_event_id: str | None) -> None:
     """For a client that comes back."""
     if last_event_id is not None and not session.log.go_back(last_event_id):
         error = HttpError("some of the events after last_event_id are lost", code="events_lost")
-        session.log.put("error", error=error_fields(error))
-    session.log.put("session.resumed", session=session.shown())
+        session.tell_error(error)
+    session.log.put(SessionResumed(session=session.shown()))

@@ -19,8 +19,10 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from segue.errors import UsageError
+from segue.server.realtime.event_log import FIRST_ID
 from segue.server.realtime.registry import Attachment, SessionRegistry
-from segue.server.realtime.session import RealtimeSession, error_fields
+from segue.server.realtime.server_events import error_event
+from segue.server.realtime.session import RealtimeSession
 from segue.server.shared.http_errors import HttpError
 from segue.server.shared.serving import serving_of
 
@@ -84,7 +86,8 @@ async def _realtime(registry: SessionRegistry, socket: WebSocket) -> None:
 
 async def _refuse(socket: WebSocket, error: Exception) -> None:
     """Say why, in an event, and close."""
-    event = {"type": "error", "event_id": "event_0", "error": error_fields(error)}
+    event = error_event(error)
+    event.event_id = FIRST_ID
     match error:
         case HttpError(code="beta_api_shape_disabled"):
             code = BETA_CLIENT

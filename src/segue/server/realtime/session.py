@@ -13,6 +13,7 @@ from segue.contract.reports import FinishReason, RequestMetrics
 from segue.errors import CapacityError, ParameterError, SegueError
 from segue.sample.params import SamplingParams
 from segue.server.realtime import client_events as events
+from segue.server.realtime import server_events as told
 from segue.server.realtime.conversation import Conversation, ConversationState, Item
 from segue.server.realtime.event_log import EventLog
 from segue.server.shared.encoding import LONG_TEXT_CHARS
@@ -21,24 +22,10 @@ from segue.server.shared.metrics import RequestSeen
 from segue.server.shared.serving import Serving, new_id
 from segue.session.live import Answer, Session
 
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-NEUTRAL_MODALITIES = ["text"]
 PROGRESS_S = 0.03
 """How often it is looked how much of the input is computed."""
 MAX_WAITING_CHARS = 64 << 10
 """Of input that comes while an answer is given: it is encoded all at once at the end of it."""
-MAX_MESSAGE_CHARS = 500
-"""Of an error: some repeat what was wrong."""
 
 
 class Settings(msgspec.Struct, kw_only=True):
@@ -46,15 +33,13 @@ class Settings(msgspec.Struct, kw_only=True):
 
     max_output_tokens: int | str = "inf"
     sampling: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Those of SAMPLING_FIELDS that were set."""
+    """Those of `SamplingSettings` that were set."""
 
     def changed(self, fields: events.SessionFields) -> "Settings":
         """With what is given there. Raises ParameterError, HttpError."""
         _refuse_what_is_not_here(fields)
-        given = {name: getattr(fields, name) for name in SAMPLING_FIELDS}
-        sampling = {**self.sampling, **{name: value for name, value in given.items() if value is not None}}
         longest = self.max_output_tokens if fields.max_output_tokens is None else fields.max_output_tokens
-        settings = Settings(max_output_tokens=longest, sampling=sampling)
+        settings = Settings(max_output_tokens=longest, sampling={**self.sampling, **fields.sampling()})
         settings.params()
         return settings
 
@@ -101,28 +86,23 @@ class _Response(msgspec.Struct, eq=False, kw_only=True):
     token_times_s: list[float] = msgspec.field(default_factory=list)
     """When the first token came, and the last."""
 
-    @property
-    def where(self) -> dict[str, object]:
-        """As events say it."""
-        return {"response_id": self.id, "output_index": 0}
-
-    @property
-    def part(self) -> dict[str, object]:
-        return {**self.where, "item_id": self.item.id, "content_index": 0}
-
-    def shown(self, status: str, **fields: object) -> dict[str, object]:
-        return {
-            "id": self.id,
-            "object": "realtime.response",
-            "status": status,
-            "status_details": None,
-            "output": [],
-            "output_modalities": NEUTRAL_MODALITIES,
-            "max_output_tokens": self.settings.max_output_tokens,
-            "metadata": self.metadata,
-            "usage": None,
-            **fields,
-        }
+    def shown(
+        self,
+        status: told.Status = "in_progress",
+        *,
+        status_details: told.StatusDetails | None = None,
+        output: Sequence[told.ShownItem] = (),
+        usage: told.Usage | None = None,
+    ) -> told.ShownResponse:
+        return told.ShownResponse(
+            id=self.id,
+            status=status,
+            status_details=status_details,
+            output=[*output],
+            max_output_tokens=self.settings.max_output_tokens,
+            metadata=self.metadata,
+            usage=usage,
+        )
 
     def took(self, now_s: float) -> None:
         self.token_times_s = [*self.token_times_s[:1], now_s]
@@ -181,20 +161,14 @@ class RealtimeSession:
         self._input_changed = False
         """Since it was looked at last."""
 
-    def shown(self) -> dict[str, object]:
-        """As OpenAI's clients expect it."""
-        return {
-            "id": self.id,
-            "object": "realtime.session",
-            "type": "realtime",
-            "model": self._serving.model_name,
-            "output_modalities": NEUTRAL_MODALITIES,
-            "instructions": self.conversation.state.instructions or "",
-            "max_output_tokens": self.state.settings.max_output_tokens,
-            "tools": [],
-            "tool_choice": "auto",
+    def shown(self) -> told.ShownSession:
+        return told.ShownSession(
+            id=self.id,
+            model=self._serving.model_name,
+            instructions=self.conversation.state.instructions or "",
+            max_output_tokens=self.state.settings.max_output_tokens,
             **self.state.settings.sampling,
-        }
+        )
 
     def touch(self) -> None:
         """Somebody is here."""
@@ -239,7 +213,7 @@ class RealtimeSession:
 
     def tell_error(self, error: Exception, event_id: str | None = None) -> None:
         """An `error` event; `event_id` is that of the event that was wrong."""
-        self.log.put("error", error=error_fields(error, event_id))
+        self.log.put(told.error_event(error, event_id))
 
     async def _check_length(self, texts: Sequence[str]) -> None:
         """Refuse what never fits before the event loop encodes it. Raises CapacityError."""
@@ -266,10 +240,10 @@ class RealtimeSession:
                 self._create_item(event)
             case events.ItemDelete():
                 conversation.delete(conversation.find(event.item_id))
-                self.log.put("conversation.item.deleted", item_id=event.item_id)
+                self.log.put(told.ConversationItemDeleted(item_id=event.item_id))
             case events.ItemRetrieve():
                 item = conversation.state.items[conversation.find(event.item_id)]
-                self.log.put("conversation.item.retrieved", item=item.shown())
+                self.log.put(told.ConversationItemRetrieved(item=item.shown()))
                 return
             case events.ResponseCreate():
                 self._respond(event.response or events.ResponseFields())
@@ -287,7 +261,7 @@ class RealtimeSession:
                 self._watch_input()
             case events.InputTextClear():
                 conversation.clear()
-                self.log.put("input_text.cleared")
+                self.log.put(told.InputTextCleared())
             case events.InputTextCommit():
                 self._commit()
         is_input = isinstance(event, events.InputTextAppend | events.InputTextRevise | events.InputTextClear)
@@ -298,7 +272,7 @@ class RealtimeSession:
         if fields.instructions is not None:
             self.conversation.set_instructions(fields.instructions)
         self.state.settings = settings
-        self.log.put("session.updated", session=self.shown())
+        self.log.put(told.SessionUpdated(session=self.shown()))
 
     def _create_item(self, event: events.ItemCreate) -> None:
         conversation = self.conversation
@@ -314,13 +288,13 @@ class RealtimeSession:
         self._tell_item(item, conversation.previous_id(index))
 
     def _tell_item(self, item: Item, previous_id: str | None) -> None:
-        for kind in ("conversation.item.added", "conversation.item.done"):
-            self.log.put(kind, previous_item_id=previous_id, item=item.shown())
+        for event in (told.ConversationItemAdded, told.ConversationItemDone):
+            self.log.put(event(previous_item_id=previous_id, item=item.shown()))
 
     def _commit(self) -> None:
         item = self.conversation.commit()
         previous_id = self.conversation.previous_id(len(self.conversation.state.items) - 1)
-        self.log.put("input_text.committed", item_id=item.id, previous_item_id=previous_id)
+        self.log.put(told.InputTextCommitted(item_id=item.id, previous_item_id=previous_id))
         self._tell_item(item, previous_id)
 
     def _check_waiting(self, *texts: str) -> None:
@@ -407,7 +381,11 @@ class RealtimeSession:
                     response.took(now_s)
                 response.seen.took(delta, now_s)
                 if delta.text:
-                    await self.log.add("response.output_text.delta", **response.part, delta=delta.text)
+                    await self.log.add(
+                        told.OutputTextDelta(
+                            response_id=response.id, item_id=response.item.id, delta=delta.text
+                        )
+                    )
         except Exception as caught:
             error = caught
         self._end(response, error)
@@ -431,35 +409,35 @@ class RealtimeSession:
         self.idle.set()
 
     def _tell_begin(self, response: _Response) -> None:
-        item = {**response.item.shown(), "status": "in_progress", "content": []}
-        self.log.put("response.created", response=response.shown("in_progress"))
-        self.log.put("response.output_item.added", **response.where, item=item)
+        id, item_id, item = response.id, response.item.id, response.item.shown(is_begun=True)
+        self.log.put(told.ResponseCreated(response=response.shown()))
+        self.log.put(told.OutputItemAdded(response_id=id, item=item))
         if response.records:
-            self.log.put("conversation.item.added", previous_item_id=response.previous_id, item=item)
-        self.log.put("response.content_part.added", **response.part, part={"type": "text", "text": ""})
+            self.log.put(told.ConversationItemAdded(previous_item_id=response.previous_id, item=item))
+        part = told.ShownText("text", "")
+        self.log.put(told.ContentPartAdded(response_id=id, item_id=item_id, part=part))
 
     def _tell_end(self, response: _Response, output: CompletionOutput, error: Exception | None) -> None:
-        item, part = response.item.shown(), {"type": "text", "text": output.text}
-        self.log.put("response.output_text.done", **response.part, text=output.text)
-        self.log.put("response.content_part.done", **response.part, part=part)
-        self.log.put("response.output_item.done", **response.where, item=item)
+        id, item_id, item = response.id, response.item.id, response.item.shown()
+        part = told.ShownText("text", output.text)
+        self.log.put(told.OutputTextDone(response_id=id, item_id=item_id, text=output.text))
+        self.log.put(told.ContentPartDone(response_id=id, item_id=item_id, part=part))
+        self.log.put(told.OutputItemDone(response_id=id, item=item))
         if response.records:
-            self.log.put("conversation.item.done", previous_item_id=response.previous_id, item=item)
+            self.log.put(told.ConversationItemDone(previous_item_id=response.previous_id, item=item))
         status, details = _status(response, output, error)
         num_input, num_output = len(response.input_ids), len(output.token_ids)
-        usage = {
-            "total_tokens": num_input + num_output,
-            "input_tokens": num_input,
-            "output_tokens": num_output,
-            "input_token_details": {
-                "text_tokens": num_input,
-                "audio_tokens": 0,
-                "cached_tokens": response.num_cached_tokens,
-            },
-            "output_token_details": {"text_tokens": num_output, "audio_tokens": 0},
-        }
+        usage = told.Usage(
+            total_tokens=num_input + num_output,
+            input_tokens=num_input,
+            output_tokens=num_output,
+            input_token_details=told.InputTokenDetails(
+                text_tokens=num_input, cached_tokens=response.num_cached_tokens
+            ),
+            output_token_details=told.OutputTokenDetails(text_tokens=num_output),
+        )
         shown = response.shown(status, status_details=details, output=[item], usage=usage)
-        self.log.put("response.done", response=shown)
+        self.log.put(told.ResponseDone(response=shown))
 
     # --- input ------------------------------------------------------------------------------------------------
 
@@ -470,7 +448,7 @@ class RealtimeSession:
 
     async def _tell_progress(self) -> None:
         """Say how much of the input is computed, until all of it is."""
-        told = (-1, -1)
+        last = (-1, -1)
         while True:
             self._input_changed = False
             session = self.conversation.live
@@ -482,20 +460,12 @@ class RealtimeSession:
                 self.tell_error(error)
                 return
             # The last token is left for the step that samples; a few more may change with what follows.
-            if (num_tokens, num_computed) != told:
-                told = (num_tokens, num_computed)
-                await self.log.add("input_text.progress", num_tokens=num_tokens, num_computed=num_computed)
+            if (num_tokens, num_computed) != last:
+                last = (num_tokens, num_computed)
+                await self.log.add(told.InputTextProgress(num_tokens=num_tokens, num_computed=num_computed))
             if num_computed >= num_tokens - 1 and not self._input_changed:
                 return
             await asyncio.sleep(PROGRESS_S)
-
-
-def error_fields(error: Exception, event_id: str | None = None) -> dict[str, object]:
-    """What an `error` event says."""
-    fields = msgspec.to_builtins(error_of(error)[1].error)
-    if len(fields["message"]) > MAX_MESSAGE_CHARS:
-        fields["message"] = f"{fields['message'][:MAX_MESSAGE_CHARS]}…"
-    return {**fields, "event_id": event_id}
 
 
 def shutting_down() -> HttpError:
@@ -523,7 +493,7 @@ def _refuse_what_is_not_here(fields: events.SessionFields) -> None:
             )
     if fields.type not in (None, "realtime"):
         raise HttpError('session.type: this server has "realtime" only', param="session.type")
-    if fields.output_modalities not in (None, NEUTRAL_MODALITIES):
+    if fields.output_modalities not in (None, [*told.TEXT_ONLY]):
         raise HttpError(
             f'{where}.output_modalities: this server gives text; set it to ["text"]',
             param=f"{where}.output_modalities",
@@ -543,14 +513,13 @@ def _item(fields: events.ItemFields) -> Item:
 
 def _status(
     response: _Response, output: CompletionOutput, error: Exception | None
-) -> tuple[str, dict[str, object] | None]:
+) -> tuple[told.Status, told.StatusDetails | None]:
     if error is not None:
-        fields = msgspec.to_builtins(error_of(error)[1].error)
-        return "failed", {"type": "failed", "error": fields}
+        return "failed", told.StatusDetails(type="failed", error=error_of(error)[1].error)
     if response.is_cancelled:
-        return "cancelled", {"type": "cancelled", "reason": "client_cancelled"}
+        return "cancelled", told.StatusDetails(type="cancelled", reason="client_cancelled")
     if output.finish_reason is FinishReason.LENGTH:
-        return "incomplete", {"type": "incomplete", "reason": "max_output_tokens"}
+        return "incomplete", told.StatusDetails(type="incomplete", reason="max_output_tokens")
     return "completed", None
 
 
