@@ -4,7 +4,8 @@
 #   scripts/try_wheel.sh WHEEL [PYTHON]
 set -euo pipefail
 wheel=$(realpath "$1")
-python=${2:-python3}
+python=$(command -v "${2:-python3}")
+[[ $python == /* ]] || python=$PWD/$python
 home=$(mktemp -d)
 trap 'rm -rf "$home"' EXIT
 cd "$home"
