@@ -111,10 +111,10 @@ def _stale_keys(harness: Harness, request: Request) -> list[int]:
     """Blocks of the request that are offered under a key which their ids do not have."""
     timeline, pool = request.timeline, harness.engine.pool
     wrong = []
-    for index, block in enumerate(timeline.blocks):
+    for index, block in enumerate(timeline.tables.blocks):
         key = pool.key_of(block)
         whole = (index + 1) * harness.config.block_size <= len(timeline.tokens)
-        if key is not None and not (whole and key == timeline.key(index)):
+        if key is not None and not (whole and key == timeline.tables.key(timeline.tokens, index)):
             wrong.append(index)
     return wrong
 

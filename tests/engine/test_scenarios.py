@@ -12,6 +12,7 @@ from segue.contract.step import Sampling, SeqResult, StepPlan, StepResult
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
 from segue.engine.request import Chunk, Request, State
+from segue.engine.tables import Tables
 from segue.engine.timeline import Timeline
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
@@ -201,7 +202,7 @@ def test_a_session_whose_turn_ends_while_it_is_preempted(
     harness.step_until(lambda: len(session.timeline.tokens) >= 5 + 11 - 4)
     harness.engine.scheduler._preempt(session)
     assert session.state is State.WAITING
-    assert not session.timeline.blocks
+    assert not session.timeline.tables.blocks
     harness.engine.add_chunk("session", *second)
     harness.engine.end_input("session")
     harness.run()
@@ -306,7 +307,7 @@ def test_admission_into_four_free_blocks(
     harness.engine.scheduler.margin = decode_tokens + lookahead
     request = Request(
         "a",
-        Timeline(16),
+        Timeline(Tables(harness.engine.pool, 16)),
         priority=0,
         arrival=1,
         default_seed=0,
@@ -407,7 +408,7 @@ def _idle_session(harness: Harness, prompt: list[int], forks: int) -> list[str]:
 
 
 def _holding(harness: Harness, names: list[str]) -> list[str]:
-    return [name for name in names if harness.engine.requests[name].timeline.blocks]
+    return [name for name in names if harness.engine.requests[name].timeline.tables.blocks]
 
 
 def test_idle_sessions_keep_shared_blocks_that_would_not_be_enough() -> None:

@@ -6,14 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segue.engine.blocks import BlockPool
+from segue.engine.tables import Tables
 from segue.engine.timeline import Flight, Timeline
 
 
 def _timeline(tokens: list[int], kv_len: int, *, block_size: int = 4, draft: bool = False) -> Timeline:
-    timeline = Timeline(block_size, has_draft_model=draft)
-    timeline.extend(tokens)
     num_blocks = -(-len(tokens) // block_size) + 2
-    timeline.adopt(list(range(num_blocks)), kv_len)
+    timeline = Timeline(Tables(BlockPool(num_blocks), block_size), has_draft_model=draft)
+    timeline.extend(tokens)
+    timeline.tables.reach(num_blocks * block_size)
+    timeline.kv_len = timeline.draft_kv_len = kv_len
     return timeline
 
 
@@ -115,18 +118,20 @@ def test_input_is_not_added_while_an_answer_flies() -> None:
 )
 def test_a_cut_keeps_a_prefix_and_gives_up_the_blocks_beyond(num_tokens: int, kv_len: int, left: int) -> None:
     timeline = _timeline(list(range(9)), 8)
-    blocks, tokens = timeline.blocks, timeline.tokens
+    blocks, tokens = timeline.tables.blocks, timeline.tokens
     _flight(timeline, 1, max_drafts=2)
     timeline.drafts = [5]
     epoch = timeline.epoch
-    surplus = timeline.cut(num_tokens, kv_len)
+    timeline.cut(num_tokens, kv_len)
     assert timeline.tokens.tolist() == list(range(num_tokens))
     assert timeline.kv_len == left
     assert timeline.epoch == epoch + 1
     assert not timeline.flights
     assert not timeline.drafts
     needed = -(-left // 4)
-    assert (timeline.blocks, surplus) == (list(range(needed)), list(range(needed, 5)))
+    assert timeline.tables.blocks == list(range(needed))
+    timeline.tables.pool.check([range(needed)])
+    assert timeline.tables.pool.num_free == 5 - needed
     # Steps in flight hold these.
     assert blocks == list(range(5))
     assert tokens.tolist() == list(range(9))
@@ -143,18 +148,18 @@ def test_keys_after_a_cut_are_those_of_the_new_ids(
     before: list[int], kept: int, after: list[int], size: int
 ) -> None:
     kept = min(kept, len(before))
-    timeline = Timeline(size, salt="s")
+    timeline = Timeline(Tables(BlockPool(1), size, salt="s"))
     timeline.extend(before)
     for index in range(len(before) // size):
-        timeline.key(index)
+        timeline.tables.key(timeline.tokens, index)
     timeline.cut(kept, 0)
     timeline.extend(after)
-    fresh = Timeline(size, salt="s")
+    fresh = Timeline(Tables(BlockPool(1), size, salt="s"))
     fresh.extend(before[:kept] + after)
     for index in range(len(fresh.tokens) // size):
-        assert timeline.key(index) == fresh.key(index)
+        assert timeline.tables.key(timeline.tokens, index) == fresh.tables.key(fresh.tokens, index)
     with pytest.raises(AssertionError, match="only full blocks"):
-        timeline.key(len(fresh.tokens) // size)
+        timeline.tables.key(timeline.tokens, len(fresh.tokens) // size)
 
 
 def test_the_draft_model_limits_what_is_published() -> None:
@@ -188,11 +193,11 @@ def test_a_fork_has_the_kv_that_is_complete(
     complete = min(num_tokens, 8 if draft_kv_len is None else draft_kv_len)
     assert other.kv_len == (complete // 4 * 4 if whole_blocks else complete)
     assert other.tokens.tolist() == list(range(num_tokens))
-    assert other.blocks == timeline.blocks[: -(-other.kv_len // 4)]
+    assert other.tables.blocks == timeline.tables.blocks[: -(-other.kv_len // 4)]
     other.extend([30, 31])
     assert timeline.tokens.tolist() == list(range(9))
     if num_tokens >= 4:
-        assert other.key(0) == timeline.key(0)
+        assert other.tables.key(other.tokens, 0) == timeline.tables.key(timeline.tokens, 0)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +207,7 @@ def test_a_fork_has_the_kv_that_is_complete(
 def test_check_sees_a_broken_ledger(name: str, value: object) -> None:
     timeline = _timeline(list(range(9)), 8, draft=True)
     timeline.check()
-    setattr(timeline, name, value)
+    setattr(timeline.tables if name in Tables.__slots__ else timeline, name, value)
     with pytest.raises(AssertionError):
         timeline.check()
 
@@ -216,4 +221,4 @@ def test_check_sees_a_stale_flight() -> None:
 
 
 def test_tokens_are_32_bit_ids() -> None:
-    assert Timeline(4).tokens == array("i")
+    assert Timeline(Tables(BlockPool(1), 4)).tokens == array("i")

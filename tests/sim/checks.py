@@ -61,7 +61,7 @@ class Checker:
                 request.state,
                 self._order(request),
                 request.metrics.num_preemptions,
-                tuple(request.timeline.blocks),
+                tuple(request.timeline.tables.blocks),
                 request.turn,
             )
             for request in self.engine.requests.values()
@@ -71,7 +71,7 @@ class Checker:
         """Every block, ledger, state and reservation is as it must be."""
         engine = self.engine
         requests = list(engine.requests.values())
-        engine.pool.check(request.timeline.blocks for request in requests)
+        engine.pool.check(request.timeline.tables.blocks for request in requests)
         self._check_running(requests)
         self._check_reserved(requests)
         self._check_turns(requests)
@@ -106,7 +106,8 @@ class Checker:
         """Promised blocks are there, and nobody's promise outlives it."""
         config = self.engine.config
         reserved = sum(
-            max(0, config.blocks_for(request.reserve) - len(request.timeline.blocks)) for request in requests
+            max(0, config.blocks_for(request.reserve) - len(request.timeline.tables.blocks))
+            for request in requests
         )
         require(reserved <= self.engine.pool.num_free, "more is reserved than is free")
         require(reserved == self.engine.scheduler.num_reserved, "a reservation is counted that nobody has")
@@ -121,7 +122,7 @@ class Checker:
                 continue
             was_preempted = request.metrics.num_preemptions > seen.num_preemptions
             if seen.state is State.WAITING and request.state is State.WAITING:
-                if len(request.timeline.blocks) < len(seen.blocks):
+                if len(request.timeline.tables.blocks) < len(seen.blocks):
                     continue  # admitted, it may be, and back since a copy for it was lost
                 waiting.append(key)
             elif seen.state is State.WAITING and request.state is State.RUNNING:
@@ -143,7 +144,7 @@ class Checker:
             return
         evicted = None
         for request in requests:
-            before, blocks = seen.get(request.id), request.timeline.blocks
+            before, blocks = seen.get(request.id), request.timeline.tables.blocks
             if before is None or not set(blocks) <= set(before.blocks):
                 return
             if before.turn is not None and request.turn is not before.turn:
@@ -160,7 +161,7 @@ class Checker:
 
     def _check_state(self, request: Request) -> None:
         timeline, config = request.timeline, self.engine.config
-        holds = bool(timeline.blocks) and request.state is not State.RUNNING
+        holds = bool(timeline.tables.blocks) and request.state is not State.RUNNING
         require(holds == (request in self.engine.scheduler._holders), f"{request.id} holds blocks in secret")
         require(
             bool(request.reserve) <= (request.state is State.RUNNING),
@@ -169,7 +170,7 @@ class Checker:
         require(request.state is not State.IDLE or request.turn is None, f"{request.id} is idle in a turn")
         require(len(timeline.tokens) <= config.max_model_len, f"{request.id} is too long")
         require(
-            len(timeline.blocks) <= config.blocks_for(config.max_model_len),
+            len(timeline.tables.blocks) <= config.blocks_for(config.max_model_len),
             f"{request.id} has blocks for more than max_model_len",
         )
         require(
@@ -188,7 +189,7 @@ class Checker:
     def _check_kv(self, request: Request, memory: Memory, copied: dict[int, int]) -> None:
         """All KV that a ledger counts is there, or a copy in flight brings it."""
         timeline, size = request.timeline, self.engine.config.block_size
-        blocks = [copied.get(block, block) for block in timeline.blocks]
+        blocks = [copied.get(block, block) for block in timeline.tables.blocks]
         chain = ROOT
         for position, token in enumerate(timeline.tokens[: max(timeline.kv_len, timeline.draft_kv_len)]):
             chain = mix(chain, token)
@@ -207,20 +208,23 @@ class Checker:
         complete = timeline.kv_len
         if config.has_draft_model:
             complete = min(complete, timeline.draft_kv_len)
-        for index, block in enumerate(timeline.blocks):
+        for index, block in enumerate(timeline.tables.blocks):
             key = self.engine.pool.key_of(block)
             if key is None:
                 continue
             require(config.enable_prefix_caching, "a block is published with the prefix cache off")
             end = (index + 1) * size
             if end <= complete:
-                require(key == timeline.key(index), f"{request.id} holds a block under the key of other ids")
+                require(
+                    key == timeline.tables.key(timeline.tokens, index),
+                    f"{request.id} holds a block under the key of other ids",
+                )
                 contents = (self.salts[request.id], timeline.tokens[:end].tolist())
                 known = self._key_contents.setdefault(key, contents)
                 require(known == contents, "one key for two histories")
             else:
                 # After a cut the last block stays published, as what it was, until it is written again.
-                is_cut = index == len(timeline.blocks) - 1 and not timeline.flights
+                is_cut = index == len(timeline.tables.blocks) - 1 and not timeline.flights
                 require(is_cut, f"{request.id} shows a block that is not complete")
 
 

@@ -418,7 +418,7 @@ class Simulation(World):
         targets = {target for flying in self.engine._in_flight for _, target in flying.step.plan.copies}
         for client in list(self.clients.values()):
             request = self.engine.requests.get(client.request_id)
-            if request is None or targets.isdisjoint(request.timeline.blocks):
+            if request is None or targets.isdisjoint(request.timeline.tables.blocks):
                 continue
             if client.input_open:
                 self.truncate(client, rng.choice((0, 0, 1, 2)))

@@ -11,12 +11,13 @@ import pytest
 
 from segue.contract.reports import EngineOutput
 from segue.contract.step import After, ForwardResult, SeqResult, SeqStep, StepResult
-from segue.engine import timeline as timeline_module
+from segue.engine import tables as tables_module
 from segue.engine.blocks import BlockPool, block_key, root_key
 from segue.engine.config import EngineConfig
 from segue.engine.engine import Engine
 from segue.engine.request import Chunk, Request, State, Stop, Turn
 from segue.engine.scheduler import Part, Scheduler
+from segue.engine.tables import Tables
 from segue.engine.timeline import Flight, Timeline
 from segue.host.journal import HeldRequest, Journal
 from segue.runtime import runtime as runtime_module
@@ -155,7 +156,7 @@ def error_leaves_blocks(patch: pytest.MonkeyPatch) -> None:
     fail = Engine._fail
 
     def fail_and_keep(self: Engine, request: Request, error: str) -> None:
-        request.timeline.blocks = []
+        request.timeline.tables.blocks = []
         fail(self, request, error)
 
     patch.setattr(Engine, "_fail", fail_and_keep)
@@ -165,10 +166,9 @@ def error_leaves_blocks(patch: pytest.MonkeyPatch) -> None:
 def epoch_kept_at_cut(patch: pytest.MonkeyPatch) -> None:
     cut = Timeline.cut
 
-    def cut_quietly(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
-        surplus = cut(self, num_tokens, kv_len)
+    def cut_quietly(self: Timeline, num_tokens: int, kv_len: int) -> None:
+        cut(self, num_tokens, kv_len)
         self.epoch -= 1
-        return surplus
 
     patch.setattr(Timeline, "cut", cut_quietly)
 
@@ -180,10 +180,10 @@ def epoch_kept_at_cut(patch: pytest.MonkeyPatch) -> None:
 def turn_keeps_its_last_id(patch: pytest.MonkeyPatch) -> None:
     """`keep="computed"` keeps the sampled id whose KV was never computed."""
 
-    def end_turn(self: Request) -> list[int]:
+    def end_turn(self: Request) -> None:
         self.turn = None
         self.prompt_logprobs = None
-        return self.timeline.cut(len(self.timeline.tokens), len(self.timeline.tokens))
+        self.timeline.cut(len(self.timeline.tokens), len(self.timeline.tokens))
 
     patch.setattr(Request, "end_turn", end_turn)
 
@@ -193,12 +193,10 @@ def empty_chunk_computes_nothing(patch: pytest.MonkeyPatch) -> None:
     """A turn that adds no ids begins with all KV there, so there is nothing to sample from."""
     fold = Request.fold
 
-    def fold_and_restore(self: Request, chunk: Chunk, config: EngineConfig) -> list[int]:
+    def fold_and_restore(self: Request, chunk: Chunk, config: EngineConfig) -> None:
         kv_len = self.timeline.kv_len
-        surplus = fold(self, chunk, config)
-        if not surplus:
-            self.timeline.kv_len = kv_len
-        return surplus
+        fold(self, chunk, config)
+        self.timeline.kv_len = min(kv_len, self.timeline.tables.capacity)
 
     patch.setattr(Request, "fold", fold_and_restore)
 
@@ -235,61 +233,60 @@ def publish_without_draft_kv(patch: pytest.MonkeyPatch) -> None:
 @fault
 def stale_keys_after_cut(patch: pytest.MonkeyPatch) -> None:
     """Keys of the ids that were cut off are used for those that replace them."""
-    cut = Timeline.cut
+    cut = Tables.cut
 
-    def keep_keys(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+    def keep_keys(self: Tables, num_tokens: int, kv_len: int) -> None:
         keys = list(self._keys)
-        surplus = cut(self, num_tokens, kv_len)
+        cut(self, num_tokens, kv_len)
         self._keys = keys
-        return surplus
 
-    patch.setattr(Timeline, "cut", keep_keys)
+    patch.setattr(Tables, "cut", keep_keys)
 
 
 @fault
 def unpublish_before_write_off(patch: pytest.MonkeyPatch) -> None:
-    own = Scheduler._own_block_at
+    own = Tables.own
 
-    def write_published(self: Scheduler, timeline: Timeline, position: int, draft: Any) -> None:
-        if self._shares_block_at(timeline, position):
-            own(self, timeline, position, draft)
+    def write_published(self: Tables, position: int) -> Sequence[tuple[int, int]]:
+        return own(self, position) if self.shares(position) else ()
 
-    patch.setattr(Scheduler, "_own_block_at", write_published)
+    patch.setattr(Tables, "own", write_published)
 
 
 @fault
 def copy_on_write_off(patch: pytest.MonkeyPatch) -> None:
-    def write_shared(self: Scheduler, timeline: Timeline, position: int, draft: Any) -> None:
-        index = position // self.config.block_size
-        if index < len(timeline.blocks):
-            self.pool.unpublish(timeline.blocks[index])
+    def write_shared(self: Tables, position: int) -> Sequence[tuple[int, int]]:
+        block = self.block_at(position)
+        if block is not None:
+            self.pool.unpublish(block)
+        return ()
 
-    patch.setattr(Scheduler, "_own_block_at", write_shared)
+    patch.setattr(Tables, "own", write_shared)
 
 
 @fault
 def copy_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A shared block is replaced by one of its own, and its contents stay behind."""
-    own = Scheduler._own_block_at
+    own = Tables.own
 
-    def replace_only(self: Scheduler, timeline: Timeline, position: int, draft: Any) -> None:
-        own(self, timeline, position, draft)
-        draft.copies.clear()
+    def replace_only(self: Tables, position: int) -> Sequence[tuple[int, int]]:
+        own(self, position)
+        return ()
 
-    patch.setattr(Scheduler, "_own_block_at", replace_only)
+    patch.setattr(Tables, "own", replace_only)
 
 
 @fault
 def salt_ignored(patch: pytest.MonkeyPatch) -> None:
     root = root_key
-    patch.setattr(timeline_module, "root_key", lambda salt: root(None))
+    patch.setattr(tables_module, "root_key", lambda salt: root(None))
 
 
 @fault
 def parent_key_ignored(patch: pytest.MonkeyPatch) -> None:
     """A block's key is a hash of its own ids alone."""
     key = block_key
-    patch.setattr(timeline_module, "block_key", lambda parent, ids: key(b"parent", ids))
+    patch.setattr(tables_module, "block_key", lambda parent, ids: key(b"parent", ids))
 
 
 @fault
@@ -307,8 +304,7 @@ def full_prompt_hit_computes_nothing(patch: pytest.MonkeyPatch) -> None:
     def all_blocks(self: Scheduler, request: Request) -> list[int]:
         if not self.config.enable_prefix_caching or request.prompt_logprobs is not None:
             return []
-        num_full = request.target // self.config.block_size
-        return self.pool.lookup(request.timeline.key(i) for i in range(num_full))
+        return request.timeline.tables.find(request.timeline.tokens, request.target)
 
     patch.setattr(Scheduler, "_cached_blocks", all_blocks)
 
@@ -379,7 +375,7 @@ def preempted_blocks_leak(patch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler._preempt
 
     def preempt_and_keep(self: Scheduler, victim: Request) -> None:
-        self.pool.acquire(victim.timeline.blocks)
+        self.pool.acquire(victim.timeline.tables.blocks)
         preempt(self, victim)
 
     patch.setattr(Scheduler, "_preempt", preempt_and_keep)
@@ -405,16 +401,15 @@ def drafts_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
 @fault
 def blocks_cut_in_place(patch: pytest.MonkeyPatch) -> None:
     """A step in flight sees the block table of a history that came after it was planned."""
-    cut = Timeline.cut
+    cut = Tables.cut
 
-    def cut_in_place(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+    def cut_in_place(self: Tables, num_tokens: int, kv_len: int) -> None:
         table = self.blocks
-        surplus = cut(self, num_tokens, kv_len)
+        cut(self, num_tokens, kv_len)
         table[:] = self.blocks
         self.blocks = table
-        return surplus
 
-    patch.setattr(Timeline, "cut", cut_in_place)
+    patch.setattr(Tables, "cut", cut_in_place)
 
 
 @fault
@@ -422,12 +417,11 @@ def tokens_cut_in_place(patch: pytest.MonkeyPatch) -> None:
     """A step in flight sees a history that came after it was planned."""
     cut = Timeline.cut
 
-    def cut_in_place(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+    def cut_in_place(self: Timeline, num_tokens: int, kv_len: int) -> None:
         ids = self.tokens
-        surplus = cut(self, num_tokens, kv_len)
+        cut(self, num_tokens, kv_len)
         ids[:] = self.tokens
         self.tokens = ids
-        return surplus
 
     patch.setattr(Timeline, "cut", cut_in_place)
 
@@ -453,12 +447,12 @@ def part_without_input(patch: pytest.MonkeyPatch) -> None:
     plan = Scheduler._plan_prefill
     admit = Scheduler._admit
 
-    def plan_always(self: Scheduler, draft: Any) -> None:
+    def plan_always(self: Scheduler, step: Any) -> None:
         before = set(self.running)
-        admit(self, draft)
-        planned = {part.request for part in draft.parts}
+        admit(self, step)
+        planned = {part.request for part in step.parts}
         for request in [each for each in self.running if each not in before and each not in planned]:
-            plan(self, request, draft)
+            plan(self, request, step)
 
     patch.setattr(Scheduler, "_admit", plan_always)
 
@@ -676,11 +670,10 @@ def journal_forgets_what_is_not_confirmed(patch: pytest.MonkeyPatch) -> None:
 def draft_kv_not_clamped_at_cut(patch: pytest.MonkeyPatch) -> None:
     cut = Timeline.cut
 
-    def keep_draft_kv(self: Timeline, num_tokens: int, kv_len: int) -> list[int]:
+    def keep_draft_kv(self: Timeline, num_tokens: int, kv_len: int) -> None:
         draft_kv_len = self.draft_kv_len
-        surplus = cut(self, num_tokens, kv_len)
+        cut(self, num_tokens, kv_len)
         self.draft_kv_len = min(draft_kv_len, len(self.tokens))
-        return surplus
 
     patch.setattr(Timeline, "cut", keep_draft_kv)
 

@@ -18,6 +18,10 @@ def test_fault_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         while steps < MAX_STEPS:
             steps += run_seed(seed, 100)
             seed += 1
-    except Violation:
+    except Violation as violation:
+        cause = violation.__cause__ and violation.__cause__.__cause__
+        assert not isinstance(cause, (TypeError, AttributeError, NameError)), (
+            f"{name} does not fit the code: {cause}"
+        )
         return
     pytest.fail(f"{name}: nothing was noticed in {steps} steps of {seed} seeds")

@@ -22,6 +22,7 @@ from segue.engine.check import check_chunk, check_request, check_turn
 from segue.engine.config import EngineConfig
 from segue.engine.request import Chunk, Keep, Request, State, Stop, Turn, default_seed
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
+from segue.engine.tables import Tables
 from segue.engine.timeline import Flight, Timeline
 from segue.errors import EngineDead, ParameterError, UsageError, describe
 from segue.sample.params import SamplingParams
@@ -95,9 +96,8 @@ class Engine:
         )
         assert 0 <= num_output_tokens <= max(0, len(ids) - 1), "the prompt was not empty"
         chunk = self._chunk(ids, params, num_output_tokens)
-        timeline = Timeline(
-            self.config.block_size, salt=cache_salt, has_draft_model=self.config.has_draft_model
-        )
+        tables = Tables(self.pool, self.config.block_size, salt=cache_salt)
+        timeline = Timeline(tables, has_draft_model=self.config.has_draft_model)
         request = self._request(request_id, timeline, priority, chunk.arrival, keep, resumable=resumable)
         request.chunks.append(chunk)
         self._go_on(request)
@@ -146,7 +146,7 @@ class Engine:
             output = EngineOutput(request_id=request.id, finish_reason=FinishReason.ABORT)
             output.metrics = request.snapshot()
             self._outputs.append(output)
-        self.pool.release(request.truncate(num_tokens))
+        request.truncate(num_tokens)
         self._go_on(request)
 
     def fork(self, request_id: str, new_request_id: str, num_tokens: int | None = None) -> None:
@@ -162,7 +162,6 @@ class Engine:
         if not 0 <= num_tokens <= known:
             raise ParameterError("num_tokens", num_tokens, f"must be in [0, {known}], the history there is")
         timeline = source.timeline.fork(num_tokens, whole_blocks=source.state is State.RUNNING)
-        self.pool.acquire(timeline.blocks)
         self._num_arrivals += 1
         request = self._request(
             new_request_id, timeline, source.priority, self._num_arrivals, source.keep, resumable=True
@@ -299,9 +298,7 @@ class Engine:
         assert turn is not None
         kept, stop = turn.trim(len(timeline.tokens), seq.tokens)
         self._record_prompt_logprobs(request, seq)
-        complete = timeline.publishable_len
         timeline.settle(flight, kept, seq.drafts, seq.draft_kv_len)
-        self.scheduler.publish(timeline, complete)
         output = EngineOutput(request_id=request.id, token_ids=kept, metrics=request.snapshot())
         if seq.logprobs is not None:
             output.logprobs = seq.logprobs[: len(kept)]
@@ -314,9 +311,7 @@ class Engine:
     def _settle_prefill(self, request: Request, flight: Flight, seq: SeqResult) -> None:
         timeline = request.timeline
         self._record_prompt_logprobs(request, seq)
-        complete = timeline.publishable_len
         timeline.settle(flight, (), (), seq.draft_kv_len)
-        self.scheduler.publish(timeline, complete)
         if not request.has_work:
             self._go_on(request)
 
@@ -328,7 +323,7 @@ class Engine:
     def _end_turn(self, request: Request, stop: Stop, output: EngineOutput) -> None:
         output.finish_reason, output.stop_reason = stop.reason, stop.stop_reason
         if request.chunks or request.input_open:
-            self.pool.release(request.end_turn())
+            request.end_turn()
             self._go_on(request)
         else:
             self._finish(request)
@@ -343,7 +338,7 @@ class Engine:
             except UsageError as error:
                 self._outputs.append(_refusal(request, error))
                 continue
-            self.pool.release(request.fold(chunk, self.config))
+            request.fold(chunk, self.config)
         turn = request.turn
         if turn is not None and not self._runtime.is_ready(turn.sampling):
             self.scheduler.hold(request)

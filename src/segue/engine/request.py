@@ -177,31 +177,30 @@ class Request:
         """Whether anything is left to compute when all that flies has landed."""
         return self.turn is not None or self.timeline.kv_len < self.target
 
-    def end_turn(self) -> list[int]:
-        """Leave the turn: what flies is stale, and history is cut to what outlives it. Returns blocks to release."""
+    def end_turn(self) -> None:
+        """Leave the turn: what flies is stale, and history is cut to what outlives it."""
         timeline = self.timeline
         kept = timeline.kv_len if self.keep == "computed" else len(timeline.tokens)
         self.turn = None
         self.prompt_logprobs = None
-        return timeline.cut(kept, kept)
+        timeline.cut(kept, kept)
 
-    def truncate(self, num_tokens: int) -> list[int]:
-        """Cut history, and with it the turn and all queued input. Returns blocks to release."""
+    def truncate(self, num_tokens: int) -> None:
+        """Cut history, and with it the turn and all queued input."""
         self.turn = None
         self.prompt_logprobs = None
         self.chunks.clear()
-        return self.timeline.cut(num_tokens, num_tokens)
+        self.timeline.cut(num_tokens, num_tokens)
 
-    def fold(self, chunk: Chunk, config: EngineConfig) -> list[int]:
-        """Go on with this input after the history there is. Between turns only. Returns blocks to release."""
+    def fold(self, chunk: Chunk, config: EngineConfig) -> None:
+        """Go on with this input after the history there is. Between turns only."""
         assert self.turn is None
         timeline = self.timeline
         timeline.extend(chunk.token_ids)
         length = len(timeline.tokens)
-        surplus: list[int] = []
         if chunk.params is not None and timeline.kv_len >= length:
             # Nothing new to compute, and sampling needs the last token's logits: compute it again.
-            surplus = timeline.cut(length, length - 1)
+            timeline.cut(length, length - 1)
         self.arrival = chunk.arrival
         self.num_prompt_tokens = length
         if chunk.params is not None:
@@ -209,11 +208,10 @@ class Request:
             self.turn = Turn.begin(chunk.params, start, config, self.default_seed)
             if self.turn.num_prompt_logprobs is not None:
                 self.prompt_logprobs = [None] * length
-        return surplus
 
-    def drop_kv(self) -> list[int]:
-        """Forget all KV: preemption and eviction. Returns the blocks to release."""
-        return self.timeline.cut(len(self.timeline.tokens), 0)
+    def drop_kv(self) -> None:
+        """Forget all KV: the end, preemption and eviction."""
+        self.timeline.cut(len(self.timeline.tokens), 0)
 
     def where_it_stands(self) -> RequestSnapshot:
         """For those who look at the engine. A finished request stands nowhere."""
@@ -222,7 +220,7 @@ class Request:
             state=_STATE_NAMES[self.state],
             num_tokens=len(self.timeline.tokens),
             num_computed=self.timeline.kv_len,
-            blocks=list(self.timeline.blocks),
+            blocks=list(self.timeline.tables.blocks),
         )
 
     def snapshot(self) -> RequestMetrics:

@@ -20,7 +20,7 @@ from segue.contract.step import After, SeqStep, StepPlan
 from segue.engine.blocks import BlockPool
 from segue.engine.config import EngineConfig
 from segue.engine.request import Request, State
-from segue.engine.timeline import Flight, Timeline
+from segue.engine.timeline import Flight
 
 Key = tuple[int, bool, int]
 
@@ -37,13 +37,13 @@ class PlannedStep(msgspec.Struct):
     parts: list[Part]
 
 
-class _Draft:
+class _OpenStep:
     """A step that is being planned."""
 
-    __slots__ = ("copies", "parts", "preempted", "seqs", "spare_drafts", "step", "tokens_left")
+    __slots__ = ("copies", "number", "parts", "preempted", "seqs", "spare_drafts", "tokens_left")
 
-    def __init__(self, step: int, budget: int) -> None:
-        self.step = step
+    def __init__(self, number: int, budget: int) -> None:
+        self.number = number
         self.tokens_left = budget
         self.spare_drafts = 0
         self.seqs: list[SeqStep] = []
@@ -74,7 +74,6 @@ class Scheduler:
         lookahead = config.num_speculative_tokens if config.has_draft_model else 0
         self.margin = 1 + config.num_speculative_tokens + lookahead if speculates else 0
         """Tokens beyond its known ones through which a request must fit to be admitted."""
-        self._block_size = config.block_size
         self._has_draft_model = config.has_draft_model
         self._max_drafts = config.num_speculative_tokens
 
@@ -92,7 +91,7 @@ class Scheduler:
         """It has work: wait for admission."""
         self._leave(request)
         request.state = State.WAITING
-        if request.timeline.blocks:
+        if request.timeline.tables.blocks:
             self._holders[request] = None
         if self._num_stale > len(self._waiting) // 2:
             self._waiting = [entry for entry in self._waiting if self._is_current(entry)]
@@ -105,21 +104,21 @@ class Scheduler:
         """It has work that cannot begin yet; `enqueue` follows."""
         self._leave(request)
         request.state = State.UNREADY
-        if request.timeline.blocks:
+        if request.timeline.tables.blocks:
             self._holders[request] = None
 
     def park(self, request: Request) -> None:
         """It has no work: keep its blocks as long as nobody needs them."""
         self._leave(request)
         request.state = State.IDLE
-        if request.timeline.blocks:
+        if request.timeline.tables.blocks:
             self._holders[request] = None
 
     def finish(self, request: Request) -> None:
         """It is over: release all it holds."""
         self._leave(request)
         request.state = State.FINISHED
-        self.pool.release(request.drop_kv())
+        request.drop_kv()
 
     def lose(self, requests: Iterable[Request], blocks: Set[int]) -> None:
         """What these blocks were to hold has not come: cut it from every ledger that counts on it.
@@ -129,13 +128,13 @@ class Scheduler:
         """
         for request in requests:
             timeline = request.timeline
-            first = next((i for i, block in enumerate(timeline.blocks) if block in blocks), None)
-            if first is None or timeline.kv_len <= first * self._block_size:
+            kept = timeline.tables.resumable(timeline.kv_len, without=blocks)
+            if kept == timeline.kv_len:
                 continue
-            self.pool.release(timeline.cut(len(timeline.tokens), first * self._block_size))
+            timeline.cut(len(timeline.tokens), kept)
             if request.state is State.RUNNING:
                 self.enqueue(request)  # what was reserved is for a shorter way
-            elif not timeline.blocks:
+            elif not timeline.tables.blocks:
                 del self._holders[request]
 
     def _leave(self, request: Request) -> None:
@@ -152,7 +151,7 @@ class Scheduler:
 
     def _preempt(self, victim: Request) -> None:
         """Take all its blocks. A running request waits again and is recomputed; others stay what they are."""
-        self.pool.release(victim.drop_kv())
+        victim.drop_kv()
         if victim.state is State.RUNNING:
             victim.metrics.num_preemptions += 1
             self.num_preemptions += 1
@@ -166,37 +165,32 @@ class Scheduler:
 
     # --- blocks -----------------------------------------------------------------------------------------------
 
-    def _missing_blocks(self, request: Request, num_tokens: int) -> int:
-        return max(0, self.config.blocks_for(num_tokens) - len(request.timeline.blocks))
-
     @property
     def num_reserved(self) -> int:
         """Blocks that running prefills were promised and have not allocated."""
-        return sum(self._missing_blocks(request, request.reserve) for request in self._reserving)
+        return sum(request.timeline.tables.missing(request.reserve) for request in self._reserving)
 
     def _num_available(self, request: Request) -> int:
         """Blocks that this request may allocate now."""
         others = self.num_reserved if self._reserving else 0
         if request.reserve:
-            others -= self._missing_blocks(request, request.reserve)
+            others -= request.timeline.tables.missing(request.reserve)
         return self.pool.num_free - others
 
-    def _make_room(self, request: Request, num_tokens: int, draft: _Draft) -> bool:
+    def _make_room(self, request: Request, num_tokens: int, step: _OpenStep) -> bool:
         """See that a running request can have blocks for so many tokens. False: it had to go itself."""
         while self._num_lacking(request, num_tokens) > 0:
             victim = self._next_victim(request)
             self._preempt(victim)
-            draft.preempted = True
+            step.preempted = True
             if victim is request:
                 return False
         return True
 
     def _num_lacking(self, request: Request, num_tokens: int) -> int:
         """How many more blocks must become available to a running request for so many tokens."""
-        timeline = request.timeline
-        wanted = self._missing_blocks(request, num_tokens) + self._shares_block_at(
-            timeline, timeline.next_start
-        )
+        timeline, tables = request.timeline, request.timeline.tables
+        wanted = tables.missing(num_tokens) + tables.shares(timeline.next_start)
         return wanted - self._num_available(request)
 
     def _next_victim(self, request: Request) -> Request:
@@ -208,18 +202,18 @@ class Scheduler:
         """Blocks with which others that do not run help nobody if they give them up: this request or one that runs
         holds them as well. Not among them is what this one writes next, which it must not share."""
         timeline = request.timeline
-        stays = set(timeline.blocks).union(hits)
-        next_block = self._block_at(timeline, timeline.next_start)
+        stays = set(timeline.tables.blocks).union(hits)
+        next_block = timeline.tables.block_at(timeline.next_start)
         if next_block is not None:
             stays.remove(next_block)
-        return stays.union(*(each.timeline.blocks for each in self.running if each is not request))
+        return stays.union(*(each.timeline.tables.blocks for each in self.running if each is not request))
 
     def _next_holder(self, request: Request, stays: set[int]) -> Request | None:
         """Who gives up its blocks first, of those that hold some without running: the longest idle, else the last one
         waiting. Nobody does in vain."""
         waiting: Request | None = None
         for holder in self._holders:
-            if holder is request or stays.issuperset(holder.timeline.blocks):
+            if holder is request or stays.issuperset(holder.timeline.tables.blocks):
                 continue
             if holder.state is State.IDLE:
                 return holder
@@ -227,56 +221,32 @@ class Scheduler:
                 waiting = holder
         return waiting
 
-    def _own_block_at(self, timeline: Timeline, position: int, draft: _Draft) -> None:
-        """Make the block that is written next this timeline's alone (copy on write)."""
-        index = position // self.config.block_size
-        if index >= len(timeline.blocks):
-            return
-        block = timeline.blocks[index]
-        if self.pool.is_shared(block):
-            (own,) = self.pool.allocate(1)
-            draft.copies.append((block, own))
-            timeline.blocks = [*timeline.blocks[:index], own, *timeline.blocks[index + 1 :]]
-            self.pool.release([block])
-        else:
-            self.pool.unpublish(block)
-
-    def _block_at(self, timeline: Timeline, position: int) -> int | None:
-        """Where this position's KV is, or is written next."""
-        index = position // self._block_size
-        return timeline.blocks[index] if index < len(timeline.blocks) else None
-
-    def _shares_block_at(self, timeline: Timeline, position: int) -> bool:
-        block = self._block_at(timeline, position)
-        return block is not None and self.pool.is_shared(block)
-
     # --- the step ---------------------------------------------------------------------------------------------
 
-    def schedule(self, step: int) -> PlannedStep | None:
-        """Plan step `step`; None when no request has anything to compute now."""
-        draft = _Draft(step, self.config.max_num_batched_tokens)
+    def schedule(self, number: int) -> PlannedStep | None:
+        """Plan the step with this number; None when no request has anything to compute now."""
+        step = _OpenStep(number, self.config.max_num_batched_tokens)
         decodes, prefills = self._split_running()
-        self._share_budget(draft, len(decodes), bool(prefills) or bool(self._waiting))
+        self._share_budget(step, len(decodes), bool(prefills) or bool(self._waiting))
         for request in decodes:
             if request.state is State.RUNNING:
-                self._plan_decode(request, draft)
+                self._plan_decode(request, step)
         for request in prefills:
-            if request.state is State.RUNNING and draft.tokens_left > 0:
-                self._plan_prefill(request, draft)
-        if not draft.preempted:
-            self._admit(draft)
-        if not draft.seqs:
+            if request.state is State.RUNNING and step.tokens_left > 0:
+                self._plan_prefill(request, step)
+        if not step.preempted:
+            self._admit(step)
+        if not step.seqs:
             return None
-        return PlannedStep(StepPlan(step=step, seqs=draft.seqs, copies=draft.copies), draft.parts)
+        return PlannedStep(StepPlan(step=number, seqs=step.seqs, copies=step.copies), step.parts)
 
     def _split_running(self) -> tuple[list[Request], list[Request]]:
         """Who has one token to compute and who has more."""
         decodes, prefills = [], []
         for request in self.running:
             timeline, turn = request.timeline, request.turn
-            newest = timeline.flights[-1] if timeline.flights else None
-            if newest is not None and newest.samples:
-                # Its input is not known yet. It is needed unless the flight before it must end the turn.
+            if timeline.unknown_input is not None:
+                # The part is needed unless the flight before it must end the turn.
                 assert turn is not None
                 start = timeline.next_start
                 if start + 2 <= turn.limit and start + timeline.slack < self.config.max_model_len:
@@ -289,63 +259,56 @@ class Scheduler:
                 prefills.append(request)
         return decodes, prefills
 
-    def _share_budget(self, draft: _Draft, num_decodes: int, prefills_wait: bool) -> None:
+    def _share_budget(self, step: _OpenStep, num_decodes: int, prefills_wait: bool) -> None:
         """Drafts are a bet; work that is certain gets at least half of what the decodes leave."""
-        rest = draft.tokens_left - num_decodes
+        rest = step.tokens_left - num_decodes
         assert rest >= 0, "max_num_seqs ≤ max_num_batched_tokens"
-        draft.spare_drafts = rest // 2 if prefills_wait else rest
+        step.spare_drafts = rest // 2 if prefills_wait else rest
 
-    def _plan_decode(self, request: Request, draft: _Draft) -> None:
+    def _plan_decode(self, request: Request, step: _OpenStep) -> None:
         """One input, and drafts as far as budget, blocks and limits allow."""
-        timeline, turn = request.timeline, request.turn
+        timeline, tables, turn = request.timeline, request.timeline.tables, request.turn
         assert turn is not None
-        newest = timeline.flights[-1] if timeline.flights else None
         start, slack = timeline.next_start, timeline.slack
-        after, offered = None, len(timeline.drafts)
-        if newest is not None and newest.samples:
-            after, offered = After(newest.step, newest.index), newest.propose
+        source = timeline.unknown_input
         num_drafts = propose = 0
         if self.margin:
+            offered = len(timeline.drafts) if source is None else source.propose
             room = self.config.max_model_len - start - slack - 1
-            num_drafts = max(0, min(offered, draft.spare_drafts, turn.limit - start - 2, room))
+            num_drafts = max(0, min(offered, step.spare_drafts, turn.limit - start - 2, room))
             propose = self._num_to_propose(request, start + 1, room - num_drafts)
         end = start + slack + 1
-        lookahead = propose if self._has_draft_model else 0
-        reach = end + num_drafts + lookahead
-        size = self._block_size
-        if reach > len(timeline.blocks) * size or not self.pool.is_writable(timeline.blocks[start // size]):
-            owed = self._shares_block_at(timeline, start)
-            missing = self._missing_blocks(request, reach) + owed
-            if missing > self._num_available(request):
+        reach = end + num_drafts + self._num_drafted_here(propose)
+        if reach > tables.capacity or not tables.is_own(start):
+            if self._num_lacking(request, reach) > 0:
                 # Bets shrink before anybody is preempted for them.
-                slots = (len(timeline.blocks) + self._num_available(request) - owed) * size
-                num_drafts = max(0, min(num_drafts, slots - end))
-                propose -= lookahead
+                reachable = tables.reachable(start, self._num_available(request))
+                num_drafts = max(0, min(num_drafts, reachable - end))
+                propose -= self._num_drafted_here(propose)
                 reach = end + num_drafts
-                if not self._make_room(request, reach, draft):
+                if not self._make_room(request, reach, step):
                     return
-            self._own_block_at(timeline, start, draft)
-            self._grow(timeline, reach)
-        if request.reserve and (after is not None or len(timeline.tokens) != request.admitted_len):
+            step.copies.extend(tables.own(start))
+            tables.reach(reach)
+        if request.reserve and (source is not None or len(timeline.tokens) != request.admitted_len):
             self._clear_reserve(request)
-        draft.spare_drafts -= num_drafts
-        drafts = () if after is not None else timeline.drafts[:num_drafts]
-        self._plan(request, draft, start, 1, num_drafts, propose, after, drafts)
+        step.spare_drafts -= num_drafts
+        self._add_part(request, step, start, 1, num_drafts, propose)
 
-    def _plan_prefill(self, request: Request, draft: _Draft) -> None:
+    def _plan_prefill(self, request: Request, step: _OpenStep) -> None:
         """The next chunk of known tokens; the last one of a turn samples. Its blocks are reserved."""
         timeline, turn = request.timeline, request.turn
         start = timeline.next_start
-        num_tokens = min(request.target - start, draft.tokens_left)
+        num_tokens = min(request.target - start, step.tokens_left)
         samples = turn is not None and start + num_tokens == request.target
         end = start + num_tokens
         propose = 0
         if samples and self.margin:
             propose = self._num_to_propose(request, end, self.config.max_model_len - end)
         lookahead = max(propose, int(samples)) if self._has_draft_model else 0
-        self._own_block_at(timeline, start, draft)
-        self._grow(timeline, end + lookahead)
-        self._plan(request, draft, start, num_tokens, 0, propose, None, ())
+        step.copies.extend(timeline.tables.own(start))
+        timeline.tables.reach(end + lookahead)
+        self._add_part(request, step, start, num_tokens, 0, propose)
 
     def _num_to_propose(self, request: Request, end: int, room: int) -> int:
         """How many drafts to ask for, to follow the id sampled at position `end` or later."""
@@ -355,56 +318,25 @@ class Scheduler:
             wanted = request.adaptive.num_drafts(end, len(self.running))
         return max(0, min(wanted, request.turn.limit - end - 2, room))
 
-    def _grow(self, timeline: Timeline, num_tokens: int) -> None:
-        missing = self.config.blocks_for(num_tokens) - len(timeline.blocks)
-        if missing > 0:
-            timeline.blocks.extend(self.pool.allocate(missing))
+    def _num_drafted_here(self, propose: int) -> int:
+        """How many of the proposals take room in the request's blocks: a draft model computes KV for them."""
+        return propose if self._has_draft_model else 0
 
-    def _plan(
-        self,
-        request: Request,
-        draft: _Draft,
-        start: int,
-        num_tokens: int,
-        num_drafts: int,
-        propose: int,
-        after: After | None,
-        drafts: Sequence[int],
+    def _add_part(
+        self, request: Request, step: _OpenStep, start: int, num_tokens: int, num_drafts: int, propose: int
     ) -> None:
         """Write one request's part into the step and into its timeline."""
         timeline, turn = request.timeline, request.turn
         assert num_tokens > 0, "a part has an input"
-        end = start + num_tokens
-        samples = after is not None or (turn is not None and end == len(timeline.tokens))
-        sampling = turn.sampling if turn is not None and samples else None
+        source, end = timeline.unknown_input, start + num_tokens
+        samples = source is not None or (turn is not None and end == len(timeline.tokens))
+        runs_draft_model = self._has_draft_model and (propose > 0 or num_tokens > 1 or not samples)
         draft_kv = timeline.draft_kv_len
         if self._has_draft_model and timeline.flights:
             draft_kv = max(draft_kv, timeline.flights[-1].draft_kv_end)
-        runs_draft_model = self._has_draft_model and (propose > 0 or num_tokens > 1 or not samples)
-        needs_history = propose > 0 or runs_draft_model or (sampling is not None and sampling.needs_history)
-        targets: Sequence[int] = ()
-        if request.prompt_logprobs is not None:
-            targets = timeline.tokens[start + 1 : min(end + 1, request.num_prompt_tokens)]
-        draft.seqs.append(
-            SeqStep(
-                start=start,
-                tokens=() if after is not None else timeline.tokens[start:end],
-                blocks=timeline.blocks,
-                drafts=drafts,
-                after=after,
-                max_drafts=0 if after is None else num_drafts,
-                sampling=sampling,
-                propose=propose,
-                history=timeline.tokens if needs_history else None,
-                history_len=len(timeline.tokens) if samples else end,
-                draft_start=draft_kv if runs_draft_model else None,
-                prompt_targets=targets,
-                num_prompt_logprobs=(turn.num_prompt_logprobs or 0) if targets and turn else 0,
-            )
-        )
         flight = Flight(
-            draft.step,
-            len(draft.parts),
+            step.number,
+            len(step.parts),
             timeline.epoch,
             start,
             num_tokens,
@@ -414,15 +346,45 @@ class Scheduler:
             end + samples if runs_draft_model else draft_kv,
             draft_kv,
         )
+        step.seqs.append(self._seq_step(request, flight, source, runs_draft_model=runs_draft_model))
+        step.parts.append(Part(request, flight))
+        step.tokens_left -= num_tokens + num_drafts
         timeline.fly(flight)
-        draft.parts.append(Part(request, flight))
-        draft.tokens_left -= num_tokens + num_drafts
+
+    def _seq_step(
+        self, request: Request, flight: Flight, source: Flight | None, *, runs_draft_model: bool
+    ) -> SeqStep:
+        """What the runtime is told of a part; `source` is where its input is drawn, if that flies."""
+        timeline, turn = request.timeline, request.turn
+        start, end = flight.start, flight.start + flight.num_tokens
+        sampling = turn.sampling if turn is not None and flight.samples else None
+        needs_history = flight.propose > 0 or runs_draft_model
+        needs_history = needs_history or (sampling is not None and sampling.needs_history)
+        targets: Sequence[int] = ()
+        if request.prompt_logprobs is not None:
+            targets = timeline.tokens[start + 1 : min(end + 1, request.num_prompt_tokens)]
+        is_known = source is None
+        return SeqStep(
+            start=start,
+            tokens=timeline.tokens[start:end] if is_known else (),
+            blocks=timeline.tables.blocks,
+            drafts=timeline.drafts[: flight.max_drafts] if is_known else (),
+            after=None if source is None else After(source.step, source.index),
+            max_drafts=0 if is_known else flight.max_drafts,
+            sampling=sampling,
+            propose=flight.propose,
+            history=timeline.tokens if needs_history else None,
+            history_len=len(timeline.tokens) if flight.samples else end,
+            draft_start=flight.draft_kv_start if runs_draft_model else None,
+            prompt_targets=targets,
+            num_prompt_logprobs=(turn.num_prompt_logprobs or 0) if targets and turn else 0,
+        )
 
     # --- admission --------------------------------------------------------------------------------------------
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, step: _OpenStep) -> None:
         """Let in waiting requests, in order, while the first of them fits."""
-        while draft.tokens_left > 0 and len(self.running) < self.config.max_num_seqs:
+        while step.tokens_left > 0 and len(self.running) < self.config.max_num_seqs:
             request = self._first_waiting()
             if request is None or not self._fit(request):
                 return
@@ -431,7 +393,7 @@ class Scheduler:
             request.state = State.RUNNING
             insort(self.running, request, key=self.key)
             if request.timeline.next_start < request.target:  # else all that is left flies already
-                self._plan_prefill(request, draft)
+                self._plan_prefill(request, step)
 
     def _first_waiting(self) -> Request | None:
         while self._waiting:
@@ -443,17 +405,19 @@ class Scheduler:
 
     def _fit(self, request: Request) -> bool:
         """Admit this one if it fits: attach its prefix hits and reserve the rest. Idle KV gives way, if that helps."""
-        timeline = request.timeline
+        timeline, tables = request.timeline, request.timeline.tables
         reserve = min(len(timeline.tokens) + self.margin, self.config.max_model_len)
-        hits = [] if timeline.blocks else self._cached_blocks(request)
-        num_new = self._missing_blocks(request, reserve) - len(hits)
+        hits = [] if tables.blocks else self._cached_blocks(request)
+        num_new = tables.missing(reserve) - len(hits)
 
         def num_lacking() -> int:
             free = self.pool.num_free - self.pool.count_cached_free(hits) - self.num_reserved
-            return num_new + self._shares_block_at(timeline, timeline.next_start) - free
+            return num_new + tables.shares(timeline.next_start) - free
 
         if num_lacking() > 0:
-            held = sum(len(holder.timeline.blocks) for holder in self._holders if holder is not request)
+            held = sum(
+                len(holder.timeline.tables.blocks) for holder in self._holders if holder is not request
+            )
             if (
                 num_lacking() > held
             ):  # most often there is nothing to take, and that is seen without a look at blocks
@@ -466,8 +430,7 @@ class Scheduler:
                 assert victim is not None, "it would fit"
                 self._preempt(victim)
         if hits:
-            self.pool.acquire(hits)
-            timeline.adopt(hits, len(hits) * self.config.block_size)
+            timeline.adopt(hits)
         if request.admitted_len is None:
             request.metrics.num_cached_tokens = timeline.kv_len
         request.admitted_len = len(timeline.tokens)
@@ -479,21 +442,11 @@ class Scheduler:
         """Whether so many new blocks are there when all that neither runs nor is this request gives up its own."""
         timeline = request.timeline
         # The block that it writes next stays its own, or somebody who runs has it, and it needs a copy.
-        num_next = self._block_at(timeline, timeline.next_start) is not None
+        num_next = timeline.tables.block_at(timeline.next_start) is not None
         return num_new + num_next <= self.pool.num_blocks - len(stays) - self.num_reserved
 
     def _cached_blocks(self, request: Request) -> list[int]:
         """The longest cached prefix that leaves a token to compute. Scored prompts are computed whole."""
         if not self.config.enable_prefix_caching or request.prompt_logprobs is not None:
             return []
-        timeline = request.timeline
-        num_full = (request.target - 1) // self.config.block_size
-        return self.pool.lookup(timeline.key(i) for i in range(num_full))
-
-    def publish(self, timeline: Timeline, old_len: int) -> None:
-        """Offer the blocks that have become complete since `publishable_len` was `old_len`."""
-        size = self._block_size
-        first, end = old_len // size, timeline.publishable_len // size
-        if first < end and self.config.enable_prefix_caching:
-            for index in range(first, end):
-                self.pool.publish(timeline.blocks[index], timeline.key(index))
+        return request.timeline.tables.find(request.timeline.tokens, request.target - 1)

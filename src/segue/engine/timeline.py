@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from segue.engine.blocks import block_key, root_key
+from segue.engine.tables import Tables
 
 
 class Flight(msgspec.Struct, frozen=True, gc=False):
@@ -42,29 +42,25 @@ class Flight(msgspec.Struct, frozen=True, gc=False):
 
 
 class Timeline:
-    """The ledger. `0 ≤ kv_len ≤ len(tokens)`; `blocks` covers `kv_len` and all flights."""
+    """The ledger. `0 ≤ kv_len ≤ len(tokens)`; the tables reach `kv_len` and all flights."""
 
     __slots__ = (
-        "_keys",
-        "_root",
-        "block_size",
-        "blocks",
         "draft_kv_len",
         "drafts",
         "epoch",
         "flights",
         "has_draft_model",
         "kv_len",
+        "tables",
         "tokens",
     )
 
-    def __init__(self, block_size: int, *, salt: str | None = None, has_draft_model: bool = False) -> None:
-        self.block_size = block_size
+    def __init__(self, tables: Tables, *, has_draft_model: bool = False) -> None:
+        self.tables = tables
+        """Where the KV lies."""
         self.has_draft_model = has_draft_model
         self.tokens: array[int] = array("i")
         """Replaced, never shortened in place: plans in flight hold it."""
-        self.blocks: list[int] = []
-        """The block table; appended to or replaced, like `tokens`."""
         self.kv_len = 0
         self.draft_kv_len = 0
         """The same for the draft model's KV, in the same blocks."""
@@ -73,8 +69,6 @@ class Timeline:
         """Those of this epoch, oldest first."""
         self.drafts: Sequence[int] = ()
         """Proposed to follow `tokens`."""
-        self._root = root_key(salt)
-        self._keys: list[bytes] = []
 
     @property
     def publishable_len(self) -> int:
@@ -97,15 +91,10 @@ class Timeline:
             slack += flight.max_drafts
         return slack
 
-    def key(self, index: int) -> bytes:
-        """The key of block `index`, which must be full of committed tokens."""
-        keys, size = self._keys, self.block_size
-        while len(keys) <= index:
-            at = len(keys)
-            ids = self.tokens[at * size : (at + 1) * size]
-            assert len(ids) == size, "only full blocks have a key"
-            keys.append(block_key(keys[-1] if keys else self._root, ids))
-        return keys[index]
+    @property
+    def unknown_input(self) -> Flight | None:
+        """The newest flight, if it samples: the id that is drawn there is the next part's input."""
+        return self.flights[-1] if self.flights and self.flights[-1].samples else None
 
     def fly(self, flight: Flight) -> None:
         """A step was planned with this part."""
@@ -117,8 +106,9 @@ class Timeline:
         """The oldest flight landed; `kept` are the ids it adds, already trimmed at a stop.
 
         After sampling the last id is known but not computed, and a rejected or trimmed draft's KV is not counted:
-        `kv_len = len(tokens) - 1`.
+        `kv_len = len(tokens) - 1`. Blocks that have become complete are published.
         """
+        complete = self.publishable_len
         landed = self.flights.popleft()
         assert landed is flight, "results come back in order"
         if flight.samples:
@@ -130,37 +120,30 @@ class Timeline:
         # Where the drafter failed before it, there is a gap: what comes after does not count.
         if draft_kv_len is not None and flight.draft_kv_start <= self.draft_kv_len:
             self.draft_kv_len = min(draft_kv_len, len(self.tokens))
+        self.tables.publish(self.tokens, complete, self.publishable_len)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """New input after what is known. Nothing that samples is in flight."""
         assert not any(flight.samples for flight in self.flights)
         self.tokens.extend(token_ids)
 
-    def cut(self, num_tokens: int, kv_len: int) -> list[int]:
+    def cut(self, num_tokens: int, kv_len: int) -> None:
         """Keep the first `num_tokens` ids and the KV of at most `kv_len` of them; what flies is stale from here on.
-
-        Returns the blocks that are no longer needed, for the pool to release.
-        """
+        The blocks beyond go back to the pool."""
         self.epoch += 1
         self.flights.clear()
         self.drafts = ()
         if num_tokens < len(self.tokens):
             self.tokens = self.tokens[:num_tokens]
-            del self._keys[num_tokens // self.block_size :]
-        self.kv_len = min(self.kv_len, kv_len, num_tokens)
+        self.kv_len = self.tables.resumable(min(self.kv_len, kv_len, num_tokens))
         self.draft_kv_len = min(self.draft_kv_len, self.kv_len)
-        needed = -(-self.kv_len // self.block_size)
-        surplus = self.blocks[needed:]
-        if surplus:
-            self.blocks = self.blocks[:needed]
-        return surplus
+        self.tables.cut(num_tokens, self.kv_len)
 
-    def adopt(self, blocks: list[int], kv_len: int) -> None:
-        """Start from KV that exists already: a prefix hit, or another session's blocks."""
-        assert not self.blocks
+    def adopt(self, blocks: list[int]) -> None:
+        """Start from a prefix hit."""
         assert not self.flights
-        self.blocks = blocks
-        self.kv_len = self.draft_kv_len = kv_len
+        self.tables.adopt(blocks)
+        self.kv_len = self.draft_kv_len = self.tables.capacity
 
     def fork(self, num_tokens: int, *, whole_blocks: bool) -> "Timeline":
         """Another ledger with the first `num_tokens` ids and their KV, in the same blocks.
@@ -168,27 +151,26 @@ class Timeline:
         Only what is complete for the draft model too: its KV of shared positions would be written by both.
         `whole_blocks` leaves out a block that this timeline is still writing.
         """
-        other = Timeline(self.block_size, has_draft_model=self.has_draft_model)
-        other._root = self._root
-        other._keys = self._keys[: num_tokens // self.block_size]
-        other.tokens = self.tokens[:num_tokens]
-        other.kv_len = min(self.publishable_len, num_tokens)
+        kv_len = min(self.publishable_len, num_tokens)
         if whole_blocks:
-            other.kv_len -= other.kv_len % self.block_size
-        other.draft_kv_len = other.kv_len if self.has_draft_model else 0
-        other.blocks = self.blocks[: -(-other.kv_len // self.block_size)]
+            kv_len -= kv_len % self.tables.block_size
+        kv_len = self.tables.resumable(kv_len)
+        other = Timeline(self.tables.fork(num_tokens, kv_len), has_draft_model=self.has_draft_model)
+        other.tokens = self.tokens[:num_tokens]
+        other.kv_len = kv_len
+        other.draft_kv_len = kv_len if self.has_draft_model else 0
         return other
 
     def check(self) -> None:
         """Assert the ledger's invariants."""
         assert 0 <= self.kv_len <= len(self.tokens)
         assert 0 <= self.draft_kv_len <= len(self.tokens)
-        assert self.kv_len <= len(self.blocks) * self.block_size
-        assert len(self._keys) <= len(self.tokens) // self.block_size
+        assert self.kv_len <= self.tables.capacity
+        self.tables.check(len(self.tokens))
         sampled = False
         for flight in self.flights:
             assert flight.epoch == self.epoch
             assert flight.start <= self.next_start
             assert not sampled or (flight.samples and flight.num_tokens == 1)
             sampled = flight.samples
-        assert self.next_start + self.slack <= len(self.blocks) * self.block_size
+        assert self.next_start + self.slack <= self.tables.capacity
