@@ -22,7 +22,7 @@ import numpy as np
 from segue.cli.table import format_table
 from segue.contract.step import Sampling, SeqStep
 from segue.models import build_program
-from segue.models.program import Attention, Embed, Linear, Op, Program
+from segue.models.program import Attention, Embed, Linear, Op, Program, Rope
 from segue.runtime.native import NativeExecutor
 from segue.weights.gguf import load_gguf
 from segue.weights.hub import resolve_model
@@ -106,25 +106,24 @@ def tensor(name: str, kind: TensorType, outputs: int, inputs: int) -> Tensor:
     return Tensor(name, (outputs, inputs), kind, blocks.reshape(-1))
 
 
+def attention(qkv: str, out: str, layer: int) -> Attention:
+    rope = Rope(theta=1e5, dim=64, interleaved=True)
+    return Attention(qkv, out, layer, num_heads=9, num_kv_heads=3, head_dim=64, rope=rope)
+
+
 def executor_of(ops: list[Op], tensors: list[Tensor], widths: dict[str, int], threads: int) -> NativeExecutor:
     """An executor of these operations and of one more attention: nothing is sampled, so the runtime skips what
     comes after the last one."""
     kv = tensor("kv", TensorType.F32, tensors[0].shape[0], QKV_WIDTH)
-    ops = [*ops, Embed("kv", "kv"), Attention("kv", "skipped", LAYERS)]
+    layer = sum(isinstance(op, Attention) for op in ops)
+    ops = [*ops, Embed("kv", "kv"), attention("kv", "skipped", layer)]
     tensors = [*tensors, kv]
     widths = {**widths, "kv": QKV_WIDTH, "skipped": 576}
     program = Program(
         ops=tuple(ops),
         widths=widths,
         vocab_size=tensors[0].shape[0],
-        num_layers=LAYERS + 1,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
         max_model_len=8192,
-        rope_theta=1e5,
-        rope_dim=64,
-        rope_interleaved=True,
     )
     model = ModelFile("bench", 0, "bench", {}, {tensor.name: tensor for tensor in tensors})
     executor = NativeExecutor(program, model, threads=threads)
@@ -157,7 +156,7 @@ def time_linear(rows: list[int], threads: int) -> Iterator[Timed]:
 def time_attention(rows: list[int], threads: int) -> Iterator[Timed]:
     ops: list[Op] = []
     for layer in range(LAYERS):
-        ops += [Embed("embed", "qkv"), Attention("qkv", "out", layer)]
+        ops += [Embed("embed", "qkv"), attention("qkv", "out", layer)]
     executor = executor_of(
         ops, [tensor("embed", TensorType.F32, 32, QKV_WIDTH)], {"qkv": QKV_WIDTH, "out": 576}, threads
     )

@@ -2,17 +2,45 @@
 #include <algorithm>
 #include <set>
 
-#include "model.hpp"
+#include "plan.hpp"
 
 namespace segue {
 namespace {
 
+// What an operation reads and writes; null: nothing of the program's buffers.
+const std::string* input_of(const program::Op& op) {
+    return std::visit(
+        [](const auto& o) -> const std::string* {
+            if constexpr (requires { o.x; }) return &o.x;
+            return nullptr;
+        },
+        op);
+}
+
+const std::string* output_of(const program::Op& op) {
+    return std::visit(
+        [](const auto& o) -> const std::string* {
+            if constexpr (requires { o.out; }) return &o.out;
+            return nullptr;
+        },
+        op);
+}
+
+bool is(const std::string* name, const std::string& other) { return name != nullptr && *name == other; }
+
+// Index of `value` in `values`, appended if it is not there.
+template <class T>
+size_t index_of(std::vector<T>& values, const T& value) {
+    const auto found = std::find(values.begin(), values.end(), value);
+    if (found != values.end()) return static_cast<size_t>(found - values.begin());
+    values.push_back(value);
+    return values.size() - 1;
+}
+
 class Compiler {
    public:
-    Compiler(const std::vector<ProgramOp>& program, const std::map<std::string, int>& widths, const ModelSizes& sizes,
-             ThreadPool& pool, Plan& plan)
-        : program_(program), sizes_(sizes), pool_(pool), plan_(plan) {
-        for (const auto& [name, width] : widths) {
+    Compiler(const Program& program, ThreadPool& pool, Plan& plan) : program_(program), pool_(pool), plan_(plan) {
+        for (const auto& [name, width] : program.widths) {
             buffers_[name] = static_cast<BufferId>(plan.widths.size());
             plan.widths.push_back(width);
             plan.stored.push_back(false);
@@ -20,55 +48,91 @@ class Compiler {
     }
 
     void compile() {
-        for (size_t i = 0; i < program_.size(); ++i) compile_op(i);
+        for (at_ = 0; at_ < program_.ops.size(); ++at_) {
+            std::visit([&](const auto& op) { add(op); }, program_.ops[at_]);
+        }
         find_tail();
     }
 
    private:
-    using Kind = ProgramOp::Kind;
+    void add(const program::Embed& op) {
+        plan_.ops.push_back(EmbedOp{&matrix(op.weight, width(op.out)), store(op.out)});
+        check_rows(op.weight, program_.vocab_size);
+    }
 
-    void compile_op(size_t i) {
-        const ProgramOp& op = program_[i];
-        switch (op.kind) {
-            case Kind::kEmbed:
-                plan_.ops.push_back(EmbedOp{&matrix(op.weights.at(0), width(op.out)), store(op.out)});
-                check_rows(op.weights[0], sizes_.vocab_size);
-                return;
-            case Kind::kRmsNorm:
-            case Kind::kSiluMul: {
-                const Source source = make_source(op);
-                if (only_linear_reads(i)) {
-                    sources_[op.out] = source;
-                } else {
-                    sources_.erase(op.out);
-                    plan_.ops.push_back(StoreOp{source, store(op.out)});
-                }
-                return;
-            }
-            case Kind::kLinear: {
-                const Source source = source_of(op.x);
-                sources_.erase(op.out);
-                plan_.ops.push_back(LinearOp{source, pack_stack(op.weights, source.width, width(op.out)), store(op.out),
-                                             op.accumulate});
-                return;
-            }
-            case Kind::kAttention:
-                if (width(op.x) != (sizes_.num_heads + 2 * sizes_.num_kv_heads) * sizes_.head_dim ||
-                    width(op.out) != sizes_.num_heads * sizes_.head_dim) {
-                    throw ModelFileError("attention: the buffers' widths do not fit the number of heads");
-                }
-                // The executor stores k and v at the end of the row operations before.
-                if (plan_.ops.empty() || std::holds_alternative<AttentionOp>(plan_.ops.back())) {
-                    throw ModelFileError("attention: nothing is computed for it");
-                }
-                plan_.ops.push_back(AttentionOp{stored(op.x), store(op.out), op.layer});
-                return;
-            case Kind::kLogits: {
-                const Source source{Source::Kind::kNorm, stored(op.x), width(op.x), norm_weight(op.norm, width(op.x)),
-                                    op.eps};
-                plan_.ops.push_back(LogitsOp{source, pack_stack(op.weights, source.width, sizes_.vocab_size)});
-                return;
-            }
+    void add(const program::RMSNorm& op) {
+        if (width(op.x) != width(op.out)) throw ModelFileError("norm: the buffers' widths differ");
+        add_source(op, {Source::Kind::kNorm, stored(op.x), width(op.out), norm_weight(op.weight, width(op.x)), op.eps});
+    }
+
+    void add(const program::SiluMul& op) {
+        if (width(op.x) != 2 * width(op.out)) throw ModelFileError("silu_mul: the input must be twice as wide");
+        add_source(op, {Source::Kind::kSiluMul, stored(op.x), width(op.out)});
+    }
+
+    // Rows computed from rows: part of the linear layers that read them, or stored.
+    template <class Op>
+    void add_source(const Op& op, const Source& source) {
+        if (only_linear_reads(op)) {
+            sources_[op.out] = source;
+        } else {
+            sources_.erase(op.out);
+            plan_.ops.push_back(StoreOp{source, store(op.out)});
+        }
+    }
+
+    void add(const program::Linear& op) {
+        if (op.weights.empty()) throw ModelFileError("linear: it has no weights");
+        const Source source = source_of(op.x);
+        sources_.erase(op.out);
+        plan_.ops.push_back(
+            LinearOp{source, pack_stack(op.weights, source.width, width(op.out)), store(op.out), op.accumulate});
+    }
+
+    void add(const program::Attention& op) {
+        check_heads(op.heads);
+        check_rope(op.rope, op.heads);
+        const int query_width = op.heads.num_heads * op.heads.head_dim;
+        if (width(op.x) != query_width + 2 * op.heads.num_kv_heads * op.heads.head_dim ||
+            width(op.out) != query_width) {
+            throw ModelFileError("attention: the buffers' widths do not fit the number of heads");
+        }
+        if (op.layer != static_cast<int>(plan_.kv_layers.size())) {
+            throw ModelFileError("attention: its layers must be numbered from 0 in order, this one is " +
+                                 std::to_string(op.layer));
+        }
+        // The executor stores k and v at the end of the row operations before.
+        if (plan_.ops.empty() || std::holds_alternative<AttentionOp>(plan_.ops.back())) {
+            throw ModelFileError("attention: nothing is computed for it");
+        }
+        plan_.kv_layers.push_back({op.heads.num_kv_heads, op.heads.head_dim});
+        plan_.ops.push_back(AttentionOp{stored(op.x), store(op.out), op.layer, index_of(plan_.heads, op.heads),
+                                        index_of(plan_.ropes, op.rope)});
+    }
+
+    void add(const program::Logits& op) {
+        const Source source{Source::Kind::kNorm, stored(op.x), width(op.x), norm_weight(op.norm, width(op.x)), op.eps};
+        plan_.ops.push_back(LogitsOp{source, pack_stack({op.weight}, source.width, program_.vocab_size)});
+    }
+
+    static void check_heads(const Heads& heads) {
+        if (heads.num_heads < 1 || heads.num_kv_heads < 1 || heads.head_dim < 1) {
+            throw ModelFileError("attention: the numbers of its heads and their size must be 1 or more");
+        }
+        if (heads.num_heads % heads.num_kv_heads != 0) {
+            throw ModelFileError("attention: " + std::to_string(heads.num_heads) + " heads cannot share " +
+                                 std::to_string(heads.num_kv_heads) + " KV heads evenly");
+        }
+    }
+
+    static void check_rope(const Rope& rope, const Heads& heads) {
+        if (rope.dim < 2 || rope.dim % 2 != 0 || rope.dim > heads.head_dim) {
+            throw ModelFileError("attention: " + std::to_string(rope.dim) + " dimensions of heads of " +
+                                 std::to_string(heads.head_dim) + " cannot be rotated in pairs");
+        }
+        if (!rope.factors.empty() && rope.factors.size() != static_cast<size_t>(rope.dim / 2)) {
+            throw ModelFileError("attention: " + std::to_string(rope.factors.size()) + " RoPE factors for " +
+                                 std::to_string(rope.dim / 2) + " pairs");
         }
     }
 
@@ -98,25 +162,17 @@ class Compiler {
         plan_.tail_reads.assign(reads.begin(), reads.end());
     }
 
-    Source make_source(const ProgramOp& op) {
-        if (op.kind == Kind::kRmsNorm) {
-            if (width(op.x) != width(op.out)) throw ModelFileError("norm: the buffers' widths differ");
-            return {Source::Kind::kNorm, stored(op.x), width(op.out), norm_weight(op.weights.at(0), width(op.x)),
-                    op.eps};
-        }
-        if (width(op.x) != 2 * width(op.out)) throw ModelFileError("silu_mul: the input must be twice as wide");
-        return {Source::Kind::kSiluMul, stored(op.x), width(op.out)};
-    }
-
-    // Whether what op i writes is read by linear layers only, and its own input stays as it is until the last of them.
-    bool only_linear_reads(size_t i) const {
+    // Whether what the operation at hand writes is read by linear layers only, and its own input stays as it is until
+    // the last of them.
+    template <class Op>
+    bool only_linear_reads(const Op& op) const {
         bool input_changed = false;
-        for (size_t j = i + 1; j < program_.size(); ++j) {
-            const ProgramOp& later = program_[j];
-            if (later.x == program_[i].out && (later.kind != Kind::kLinear || input_changed)) return false;
-            if (later.accumulate && later.out == program_[i].out) return false;
-            if (later.out == program_[i].out) return true;
-            input_changed = input_changed || later.out == program_[i].x;
+        for (size_t i = at_ + 1; i < program_.ops.size(); ++i) {
+            const program::Op& later = program_.ops[i];
+            const auto* linear = std::get_if<program::Linear>(&later);
+            if (is(input_of(later), op.out) && (linear == nullptr || input_changed)) return false;
+            if (is(output_of(later), op.out)) return linear == nullptr || !linear->accumulate;
+            input_changed = input_changed || is(output_of(later), op.x);
         }
         return true;
     }
@@ -194,8 +250,8 @@ class Compiler {
         return parts;
     }
 
-    const std::vector<ProgramOp>& program_;
-    const ModelSizes& sizes_;
+    const Program& program_;
+    size_t at_ = 0;  // the operation at hand
     ThreadPool& pool_;
     Plan& plan_;
     std::map<std::string, BufferId> buffers_;
@@ -204,11 +260,10 @@ class Compiler {
 
 }  // namespace
 
-Plan compile(const std::vector<ProgramOp>& program, const std::map<std::string, int>& widths,
-             std::map<std::string, Tensor> tensors, const ModelSizes& sizes, ThreadPool& pool) {
+Plan compile(const Program& program, std::map<std::string, Tensor> tensors, ThreadPool& pool) {
     Plan plan;
     plan.tensors = std::move(tensors);
-    Compiler(program, widths, sizes, pool, plan).compile();
+    Compiler(program, pool, plan).compile();
     return plan;
 }
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "kernels/table.hpp"
+#include "program.hpp"
 
 namespace segue {
 
@@ -14,11 +14,10 @@ namespace segue {
 // unused.
 class RopeTable {
    public:
-    RopeTable(double theta, int rope_dim, bool interleaved, const std::vector<double>& factors)
-        : rope_dim_(rope_dim), interleaved_(interleaved) {
-        for (int i = 0; i < rope_dim / 2; ++i) {
-            const double frequency = std::pow(theta, -2.0 * i / rope_dim);
-            frequencies_.push_back(factors.empty() ? frequency : frequency / factors[static_cast<size_t>(i)]);
+    explicit RopeTable(const Rope& rope) : rope_dim_(rope.dim), interleaved_(rope.interleaved) {
+        for (int i = 0; i < rope.dim / 2; ++i) {
+            const double frequency = std::pow(rope.theta, -2.0 * i / rope.dim);
+            frequencies_.push_back(rope.factors.empty() ? frequency : frequency / rope.factors[static_cast<size_t>(i)]);
         }
     }
 

@@ -1,58 +1,19 @@
 #include "step_reader.hpp"
 
 #include <algorithm>
-#include <stdexcept>
 #include <string>
+
+#include "from_python.hpp"
 
 namespace nb = nanobind;
 
 namespace segue {
 namespace {
 
-// Why something cannot be computed, in one line that names the field. segue/runtime/refusal.py uses the same words.
-struct Refusal : std::invalid_argument {
-    Refusal(const char* field, const std::string& why) : std::invalid_argument(std::string(field) + ": " + why) {}
-};
-
-// An attribute of SeqStep or Sampling, interned once.
-struct Name {
-    explicit Name(const char* name) : text(name), interned(PyUnicode_InternFromString(name)) {
-        if (interned == nullptr) throw nb::python_error();
-    }
-    const char* text;
-    PyObject* interned;  // lives as long as the module
-};
-
-nb::object get(nb::handle object, const Name& name) {
-    PyObject* value = PyObject_GetAttr(object.ptr(), name.interned);
-    if (value == nullptr) throw nb::python_error();
-    return nb::steal(value);
-}
-
-// Turns a pending TypeError, ValueError or OverflowError into a refusal; raises anything else.
-[[noreturn]] void refuse_pending(const char* what, const char* why) {
-    nb::python_error error;
-    if (!error.matches(PyExc_TypeError) && !error.matches(PyExc_ValueError) && !error.matches(PyExc_OverflowError)) {
-        throw error;
-    }
-    throw Refusal(what, why);
-}
-
-int to_int(nb::handle value, const char* what) {
-    int overflow = 0;
-    const long number = PyLong_AsLongAndOverflow(value.ptr(), &overflow);
-    if (number == -1 && PyErr_Occurred() != nullptr) refuse_pending(what, "expected an integer");
-    if (overflow != 0 || number != static_cast<int>(number)) throw Refusal(what, "a number does not fit 32 bits");
-    return static_cast<int>(number);
-}
-
+// Refusals use the words of segue/runtime/refusal.py.
 int get_int(nb::handle object, const Name& name) { return to_int(get(object, name), name.text); }
 
-float to_float(nb::handle value, const char* what) {
-    const double number = PyFloat_AsDouble(value.ptr());
-    if (number == -1.0 && PyErr_Occurred() != nullptr) refuse_pending(what, "expected a number");
-    return static_cast<float>(number);
-}
+float to_float(nb::handle value, const char* what) { return static_cast<float>(to_double(value, what)); }
 
 float get_float(nb::handle object, const Name& name) { return to_float(get(object, name), name.text); }
 
@@ -60,17 +21,6 @@ uint64_t get_uint64(nb::handle object, const Name& name) {
     const uint64_t number = PyLong_AsUnsignedLongLong(get(object, name).ptr());
     if (number == UINT64_MAX && PyErr_Occurred() != nullptr) refuse_pending(name.text, "expected an unsigned integer");
     return number;
-}
-
-// Calls visit(item) for every item of a list, tuple or any other sequence; returns how many there are.
-template <class Visit>
-size_t for_each(nb::handle sequence, const char* what, const Visit& visit) {
-    const nb::object fast = nb::steal(PySequence_Fast(sequence.ptr(), "expected a sequence"));
-    if (!fast.is_valid()) refuse_pending(what, "expected a sequence");
-    const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast.ptr());
-    PyObject** items = PySequence_Fast_ITEMS(fast.ptr());
-    for (Py_ssize_t i = 0; i < size; ++i) visit(nb::handle(items[i]));
-    return static_cast<size_t>(size);
 }
 
 int to_id(nb::handle item, int limit, const char* what) {
@@ -208,7 +158,7 @@ std::vector<std::vector<uint8_t>> read_masks(nb::handle rows, const char* what, 
 
 void read_sequence(nb::handle seq, int index, const Model& model, StepInput& input) {
     static const SeqNames names;
-    const int vocab_size = model.sizes().vocab_size;
+    const int vocab_size = model.vocab_size();
     if (!get(seq, names.after).is_none()) throw Refusal("after", "must be resolved before it is executed");
     SequenceInput s;
     s.index = index;
@@ -221,8 +171,8 @@ void read_sequence(nb::handle seq, int index, const Model& model, StepInput& inp
     s.num_inputs = num_tokens + s.num_drafts;
     if (num_tokens == 0) throw Refusal("tokens", "none");
     if (s.start < 0) throw Refusal("start", "must be 0 or more");
-    if (s.start > model.sizes().max_model_len - s.num_inputs) {
-        throw Refusal("start", "the sequence is longer than " + std::to_string(model.sizes().max_model_len) +
+    if (s.start > model.max_model_len() - s.num_inputs) {
+        throw Refusal("start", "the sequence is longer than " + std::to_string(model.max_model_len()) +
                                    " tokens, the most that the model can be given");
     }
     const int64_t slots = static_cast<int64_t>(model.kv().block_size()) *

@@ -7,6 +7,8 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
+#include <map>
+#include <mutex>
 #include <string>
 #include <system_error>
 
@@ -113,6 +115,31 @@ struct ThreadPool::State {
     }
 };
 
+void ProcessLock::lock() {
+    const int self = getpid();
+    for (int seen = 0; !holder_.compare_exchange_weak(seen, self, std::memory_order_acquire);) {
+        // What it was is in `seen` now. Another process than this one is its parent: the next try takes it over.
+        if (seen != self) continue;
+        holder_.wait(self, std::memory_order_relaxed);
+        seen = 0;
+    }
+}
+
+void ProcessLock::unlock() {
+    holder_.store(0, std::memory_order_release);
+    holder_.notify_one();
+}
+
+std::shared_ptr<ThreadPool> ThreadPool::shared(int threads) {
+    static ProcessLock lock;
+    static std::map<int, std::weak_ptr<ThreadPool>> pools;  // by their threads
+    const std::lock_guard guard(lock);
+    std::weak_ptr<ThreadPool>& known = pools[threads];
+    std::shared_ptr<ThreadPool> pool = known.lock();
+    if (pool == nullptr) known = pool = std::make_shared<ThreadPool>(threads);
+    return pool;
+}
+
 ThreadPool::ThreadPool(int threads) : size_(threads) {}
 
 ThreadPool::~ThreadPool() { stop(); }
@@ -152,6 +179,7 @@ void ThreadPool::start() {
 
 void ThreadPool::run_on_all(Task task, const void* context) {
     if (size_ == 1) return task(context, 0);
+    const std::lock_guard guard(running_);
     if (state_ == nullptr || state_->owner != getpid()) start();
     state_->task = task;
     state_->context = context;

@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from segue.contract.step import SeqStep
+from segue.models.program import Program
+from segue.weights.model_file import Tensor
 
 _Logprobs = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 """The fields of `TokenLogprobs`."""
@@ -13,39 +15,15 @@ _Logprobs = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 def available_cpus() -> int:
     """CPUs this process may use: its affinity mask and its control group's quota."""
 
-class ModelBuilder:
-    """Takes a program's operations, in order, and a file's tensors, in any order."""
-
-    def __init__(self) -> None: ...
-    def tensor(self, name: str, shape: list[int], type: int, data: npt.NDArray[np.uint8]) -> None: ...
-    def embed(self, weight: str, out: str) -> None: ...
-    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> None: ...
-    def linear(self, x: str, weights: list[str], out: str, accumulate: bool) -> None: ...
-    def attention(self, qkv: str, out: str, layer: int) -> None: ...
-    def silu_mul(self, x: str, out: str) -> None: ...
-    def logits(self, x: str, norm: str, eps: float, weight: str) -> None: ...
-
 class Model:
-    """A program compiled for the CPU, its packed weights and its KV memory. Calls must not be concurrent."""
+    """A program compiled for the CPU, its packed weights and its KV memory. Calls must not be concurrent.
+
+    Reads operations and tensors by the names of their attributes. Raises ModelFileError for an operation that
+    it does not know, or that does not fit the others or the tensors.
+    """
 
     def __init__(
-        self,
-        builder: ModelBuilder,
-        *,
-        widths: dict[str, int],
-        vocab_size: int,
-        num_layers: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_model_len: int,
-        rope_theta: float,
-        rope_dim: int,
-        rope_interleaved: bool,
-        rope_factors: list[float],
-        isa: str,
-        threads: int,
-        kv_f32: bool,
+        self, program: Program, tensors: Sequence[Tensor], *, isa: str, threads: int, kv_f32: bool
     ) -> None: ...
     @property
     def kv_bytes_per_token(self) -> int: ...

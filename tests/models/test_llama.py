@@ -9,7 +9,7 @@ import pytest
 
 from segue.errors import ModelFileError
 from segue.models import build_program
-from segue.models.program import Attention, Embed, Linear, Logits, RMSNorm, SiluMul
+from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, Rope, SiluMul
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 from tests.weights.make_gguf import tiny_llama
@@ -49,6 +49,12 @@ def without_tensor(model: ModelFile, name: str) -> ModelFile:
     return replace(model, tensors={key: value for key, value in model.tensors.items() if key != name})
 
 
+def rope_of(program: Program) -> Rope:
+    """That of all attentions."""
+    (rope,) = {op.rope for op in program.attentions}
+    return rope
+
+
 def refused(model: ModelFile, pattern: str) -> None:
     with pytest.raises(ModelFileError, match=pattern) as caught:
         build_program(model)
@@ -62,7 +68,9 @@ def test_operations_of_a_small_model(tmp_path: Path) -> None:
         Embed("token_embd.weight", "x"),
         RMSNorm("x", "blk.0.attn_norm.weight", "normed", EPS),
         Linear("normed", ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight"), "qkv"),
-        Attention("qkv", "attention", 0),
+        Attention(
+            "qkv", "attention", 0, num_heads=4, num_kv_heads=2, head_dim=16, rope=Rope(10_000.0, 16, True)
+        ),
         Linear("attention", ("blk.0.attn_output.weight",), "x", accumulate=True),
         RMSNorm("x", "blk.0.ffn_norm.weight", "normed", EPS),
         Linear("normed", ("blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"), "gate_up"),
@@ -73,8 +81,6 @@ def test_operations_of_a_small_model(tmp_path: Path) -> None:
     assert program.widths == {
         "x": 64, "normed": 64, "qkv": 128, "attention": 64, "gate_up": 192, "activated": 96,
     }  # fmt: skip
-    assert program.rope_interleaved
-    assert (program.rope_dim, program.rope_theta, program.rope_factors) == (16, 10_000.0, ())
 
 
 def test_every_buffer_is_written_before_it_is_read_and_has_a_width(model: ModelFile) -> None:
@@ -89,13 +95,15 @@ def test_every_buffer_is_written_before_it_is_read_and_has_a_width(model: ModelF
         if not isinstance(op, Logits):
             written.add(op.out)
     assert written == program.widths.keys()
-    assert [op.layer for op in program.ops if isinstance(op, Attention)] == list(range(program.num_layers))
+    assert [op.layer for op in program.attentions] == list(range(2))
 
 
 def test_smollm2(smollm2_path: Path) -> None:
     program = build_program(load_gguf(smollm2_path))
-    assert (program.num_layers, program.num_heads, program.num_kv_heads, program.head_dim) == (30, 9, 3, 64)
-    assert (program.vocab_size, program.max_model_len, program.rope_theta) == (49_152, 8192, 100_000.0)
+    assert len(program.attentions) == 30
+    for op in program.attentions:
+        assert (op.num_heads, op.num_kv_heads, op.head_dim, op.rope.theta) == (9, 3, 64, 100_000.0)
+    assert (program.vocab_size, program.max_model_len) == (49_152, 8192)
     assert program.widths["x"] == 576
     assert program.widths["activated"] == 1536
     assert len(program.ops) == 1 + 30 * 8 + 1
@@ -110,33 +118,34 @@ def test_output_matrix_of_its_own(tmp_path: Path) -> None:
 
 def test_defaults_of_missing_keys(model: ModelFile) -> None:
     program = build_program(with_metadata(model, rope__freq_base=None, vocab_size=None))
-    assert program.rope_theta == 10_000.0
+    assert rope_of(program).theta == 10_000.0
     assert program.vocab_size == 320
 
 
 def test_kv_heads_default_to_heads(tmp_path: Path) -> None:
     model = load_gguf(tiny_llama(tmp_path / "tiny.gguf", kv_heads=4))
-    assert build_program(with_metadata(model, attention__head_count_kv=None)).num_kv_heads == 4
+    program = build_program(with_metadata(model, attention__head_count_kv=None))
+    assert [op.num_kv_heads for op in program.attentions] == [4, 4]
 
 
 def test_head_dim_of_its_own(tmp_path: Path) -> None:
     program = build_program(load_gguf(tiny_llama(tmp_path / "tiny.gguf", head_dim=32)))
-    assert program.head_dim == 32
+    assert [op.head_dim for op in program.attentions] == [32, 32]
     assert program.widths["attention"] == 128
     assert program.widths["qkv"] == 256
 
 
 def test_rope_of_part_of_a_head(model: ModelFile) -> None:
     program = build_program(with_metadata(model, rope__dimension_count=8))
-    assert program.rope_dim == 8
+    assert rope_of(program).dim == 8
 
 
 def test_rope_factors(tmp_path: Path) -> None:
     model = load_gguf(tiny_llama(tmp_path / "tiny.gguf", rope_freqs=True))
-    factors = build_program(model).rope_factors
+    factors = rope_of(build_program(model)).factors
     assert factors == tuple(np.linspace(1, 8, 8, dtype=np.float32).tolist())
     scaled = with_metadata(model, rope__scaling__type="linear", rope__scaling__factor=2.0)
-    assert build_program(scaled).rope_factors == tuple(2 * factor for factor in factors)
+    assert rope_of(build_program(scaled)).factors == tuple(2 * factor for factor in factors)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +159,7 @@ def test_rope_factors(tmp_path: Path) -> None:
     ],
 )
 def test_linear_rope_scaling(model: ModelFile, changes: dict[str, Any], factors: tuple[float, ...]) -> None:
-    assert build_program(with_metadata(model, **changes)).rope_factors == factors
+    assert rope_of(build_program(with_metadata(model, **changes))).factors == factors
 
 
 @pytest.mark.parametrize(

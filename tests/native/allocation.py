@@ -163,6 +163,7 @@ def main(path: Path, scenario: str) -> None:
     EXPECTED["large"] = executor.forward(large(), [(1, 5)])
     assert not EXPECTED["large"].errors
     EXPECTED_LOGITS = executor.logits(IDS[:70]).tobytes()
+    del executor  # with its threads, which the others would share
     for then_all in (False, True):
         for n in itertools.count():
             if not SCENARIOS[scenario](loaded, n, then_all):

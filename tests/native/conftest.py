@@ -2,14 +2,24 @@
 
 import pytest
 
-from tests.native.models import FLOAT_TYPES, ISAS, QUANTISED_TYPES, Loaded, has_isa, make_model
+from tests.native.models import (
+    FLOAT_TYPES,
+    ISAS,
+    QUANTISED_TYPES,
+    UNEQUAL_LAYERS,
+    Loaded,
+    has_isa,
+    make_model,
+    with_unequal_layers,
+)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
-    """A tiny model of each tensor type."""
+    """A tiny model of each tensor type, and one whose layers differ."""
     folder = tmp_path_factory.mktemp("native")
-    return {kind: make_model(folder / f"{kind}.gguf", kind) for kind in QUANTISED_TYPES + FLOAT_TYPES}
+    models = {kind: make_model(folder / f"{kind}.gguf", kind) for kind in QUANTISED_TYPES + FLOAT_TYPES}
+    return {**models, UNEQUAL_LAYERS: with_unequal_layers(models["F32"])}
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from segue.errors import ParameterError
 from segue.models import build_program
-from segue.models.program import Program
+from segue.models.program import Program, Rope
 from segue.runtime.native import ISA_VARIABLE, NativeExecutor
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile
@@ -17,6 +18,7 @@ from tests.weights.make_gguf import tiny_llama
 ISAS = ("avx512_amx", "avx512", "avx2_vnni", "avx2", "portable")
 QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
 FLOAT_TYPES = ("F32", "F16", "BF16")
+UNEQUAL_LAYERS = "F32, layers that differ in their heads"
 
 Loaded = tuple[Program, ModelFile]
 
@@ -48,6 +50,16 @@ def make_model(path: Path, kind: str) -> Loaded:
             rope_freqs=True,
         )
     )
+
+
+def with_unequal_layers(loaded: Loaded) -> Loaded:
+    """`make_model`'s of floats, where the second layer has half the heads, twice as large, and another RoPE."""
+    program, model = loaded
+    first, second = program.attentions
+    assert (first.num_heads, first.num_kv_heads, first.head_dim) == (6, 2, 10)
+    rope = Rope(theta=1e6, dim=16, interleaved=False)
+    other = replace(second, num_heads=3, num_kv_heads=1, head_dim=20, rope=rope)
+    return replace(program, ops=tuple(other if op is second else op for op in program.ops)), model
 
 
 @contextmanager

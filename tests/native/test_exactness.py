@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from segue.contract.step import Sampling, SeqStep, TokenLogprobs
 from segue.runtime.native import NativeExecutor
-from tests.native.models import FLOAT_TYPES, QUANTISED_TYPES, Loaded, make_executor
+from tests.native.models import FLOAT_TYPES, QUANTISED_TYPES, UNEQUAL_LAYERS, Loaded, make_executor
 
 GREEDY = Sampling(num_logprobs=3)
 MAX_LEN = 90
@@ -115,7 +115,7 @@ def run_batch(executor: NativeExecutor, batch: Batch) -> list[list[TokenLogprobs
     return rows
 
 
-@pytest.mark.parametrize("kind", QUANTISED_TYPES + FLOAT_TYPES)
+@pytest.mark.parametrize("kind", [*QUANTISED_TYPES, *FLOAT_TYPES, UNEQUAL_LAYERS])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_batch_gives_the_bits_of_single_tokens(
@@ -146,12 +146,13 @@ def test_any_number_of_rows_gives_the_bits_of_the_longest(
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("block_size", [5, 16])
+@pytest.mark.parametrize("kind", ["Q4_1", UNEQUAL_LAYERS])
 def test_one_long_sequence_is_cut_by_positions_only(
-    threads: int, block_size: int, models: dict[str, Loaded]
+    kind: str, threads: int, block_size: int, models: dict[str, Loaded]
 ) -> None:
     """Beyond one range of keys, single tokens share their keys among threads and chunks do not."""
     ids = np.random.default_rng(6).integers(0, 300, 1100).tolist()
-    executor = make_executor(models["Q4_1"], threads=threads)
+    executor = make_executor(models[kind], threads=threads)
     executor.allocate_kv(-(-len(ids) // block_size), block_size)
     blocks = list(range(-(-len(ids) // block_size)))
     whole = executor.logits(ids)

@@ -1,16 +1,20 @@
 """The executor's side of the contract: what it samples and scores, what it refuses, how its threads behave."""
 
 import os
+import re
+import threading
 import time
 from array import array
-from dataclasses import replace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from segue.contract.step import NOT_FINITE, Sampling, SeqStep
 from segue.errors import CapacityError, ModelFileError, ParameterError
-from segue.models.program import Logits, Program
+from segue.models.program import Attention, Linear, Logits, Program, RMSNorm, Rope
 from segue.runtime.native import NativeExecutor, available_cpus
 from segue.runtime.reference import ReferenceExecutor
 from segue.sample.reference import row_logprobs, sample_row
@@ -137,7 +141,7 @@ def test_sizes(executor: NativeExecutor, models: dict[str, Loaded]) -> None:
     assert executor.vocab_size == program.vocab_size
     assert executor.max_model_len == program.max_model_len
     assert executor.threads == 2
-    per_token = program.num_layers * 2 * program.num_kv_heads * program.head_dim
+    per_token = sum(2 * op.num_kv_heads * op.head_dim for op in program.attentions)
     assert executor.kv_bytes_per_token == 2 * per_token
     assert make_executor(models["Q4_1"], kv_dtype="f32").kv_bytes_per_token == 4 * per_token
 
@@ -177,6 +181,97 @@ def test_missing_and_misshapen_tensors(models: dict[str, Loaded]) -> None:
     cut = {**model.tensors, name: replace(model.tensors[name], data=model.tensors[name].data[:-4])}
     with pytest.raises(ModelFileError, match=name):
         NativeExecutor(program, replace(model, tensors=cut))
+
+
+@dataclass(frozen=True)
+class Unheard:
+    x: str
+    out: str
+
+
+def changed(op: type, **fields: object) -> Callable[[Program], Program]:
+    """Fields of the first operation of this type."""
+
+    def change(program: Program) -> Program:
+        first = next(i for i, o in enumerate(program.ops) if isinstance(o, op))
+        ops = list(program.ops)
+        ops[first] = replace(ops[first], **fields)  # type: ignore[arg-type]
+        return replace(program, ops=tuple(ops))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda p: replace(p, ops=(*p.ops, Unheard("x", "x"))), "the native runtime has no operation Unheard"),
+        (lambda p: replace(p, ops=(*p.ops, None)), "the native runtime has no operation NoneType"),
+        (lambda p: replace(p, ops=None), "Program: ops: expected a sequence"),
+        (lambda p: replace(p, widths={**p.widths, "x": "wide"}), "Program: widths: expected an integer"),
+        (lambda p: replace(p, vocab_size=2**40), "Program: vocab_size: a number does not fit 32 bits"),
+        (changed(RMSNorm, eps="small"), "RMSNorm: eps: expected a number"),
+        (changed(RMSNorm, x="nowhere"), "the program has no buffer nowhere"),
+        (changed(Linear, weights="blk"), "the model has no tensor b"),
+        (changed(Linear, weights=()), "linear: it has no weights"),
+        (changed(Linear, accumulate="yes"), "Linear: accumulate: expected True or False"),
+        (changed(Attention, rope=None), "Attention: 'NoneType' object has no attribute 'theta'"),
+        (changed(Attention, layer=1), "attention: its layers must be numbered from 0 in order, this one is 1"),
+        (changed(Attention, num_heads=5), "attention: 5 heads cannot share 2 KV heads evenly"),
+        (changed(Attention, num_heads=4), "attention: the buffers' widths do not fit"),
+        (changed(Attention, num_kv_heads=0), "attention: the numbers of its heads and their size must be 1"),
+        (changed(Attention, rope=Rope(1e4, 12, True)), "attention: 12 dimensions of heads of 10 cannot be rotated"),
+        (changed(Attention, rope=Rope(1e4, 4, True, (1.0,))), "attention: 1 RoPE factors for 2 pairs"),
+    ],
+)  # fmt: skip
+def test_operations_that_cannot_be_computed(
+    change: Callable[[Program], Program], why: str, models: dict[str, Loaded]
+) -> None:
+    program, model = models["F32"]
+    with pytest.raises(ModelFileError, match=re.escape(why)):
+        NativeExecutor(change(program), model)
+
+
+def test_executors_share_their_threads(models: dict[str, Loaded]) -> None:
+    first, second = (make_executor(models[kind], threads=7) for kind in ("Q4_1", "F32"))
+    expected = [first.logits(IDS), second.logits(IDS[:30])]
+    others = num_threads() - 6
+    with ThreadPoolExecutor(2) as callers:  # they take turns
+        for _ in range(20):
+            a = callers.submit(first.logits, IDS)
+            b = callers.submit(second.logits, IDS[:30])
+            assert np.array_equal(a.result(), expected[0])
+            assert np.array_equal(b.result(), expected[1])
+        assert num_threads() == others + 6 + 2
+    del first
+    assert np.array_equal(second.logits(IDS[:30]), expected[1])
+    del second
+    assert num_threads() == others
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_a_child_forked_during_a_step_has_its_own_turn(models: dict[str, Loaded]) -> None:
+    """The thread that computes does not come along, and nor does its turn."""
+    executor, busy = (make_executor(models["Q4_1"], threads=2) for _ in range(2))
+    expected = executor.logits(IDS)
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            busy.logits(IDS)
+
+    with ThreadPoolExecutor(1) as caller:
+        computing = caller.submit(compute)
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if np.array_equal(executor.logits(IDS), expected) else 1)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+        done.set()
+        computing.result()
 
 
 def test_idle_threads_sleep(executor: NativeExecutor) -> None:

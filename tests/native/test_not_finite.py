@@ -15,6 +15,7 @@ from segue.models.program import Program
 from segue.runtime.reference import ReferenceExecutor
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, TensorType
+from tests.models.programs import with_rope
 from tests.native.models import FLOAT_TYPES, QUANTISED_TYPES, Loaded, make_executor
 from tests.weights.make_gguf import tiny_llama
 
@@ -153,8 +154,8 @@ def test_the_error_outlives_the_step(untied: dict[str, Loaded], isas: list[str])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_rotation(untied: dict[str, Loaded], isas: list[str]) -> None:
     program, model = untied["Q4_0"]
-    factors = (np.nan, *program.rope_factors[1:])
-    for label, executor in all_executors((replace(program, rope_factors=factors), model), isas):
+    factors = (np.nan, *program.attentions[0].rope.factors[1:])
+    for label, executor in all_executors((with_rope(program, factors=factors), model), isas):
         assert forward(executor).errors == dict.fromkeys(range(3), NOT_FINITE), label
 
 
@@ -183,9 +184,9 @@ def test_keys_beyond_f16(untied: dict[str, Loaded], isas: list[str]) -> None:
     """
     program, model = untied["F32"]
     large = scaled_row(model, "blk.1.attn_k.weight", 0, 2.0**16)
-    for row in (0, program.head_dim):  # of the two query heads that share the KV head
+    for row in (0, program.attentions[-1].head_dim):  # of the two query heads that share the KV head
         large = scaled_row(large, "blk.1.attn_q.weight", row, 2.0**-16)
-    loaded = (replace(program, rope_factors=(1e30, *program.rope_factors[1:])), large)
+    loaded = (with_rope(program, factors=(1e30, *program.attentions[0].rope.factors[1:])), large)
     (_, reference), *executors = all_executors(loaded, isas)
     num_errors = []
     for seed in range(30):

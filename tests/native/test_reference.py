@@ -5,18 +5,25 @@ group of 32: a rounding that falls the other way changes a result by 1/254 of it
 instruction sets agree about as well as they agree with the reference.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from segue.contract.step import Sampling, SeqStep
 from segue.models.program import Embed, Linear, Logits, Program
 from segue.runtime.native import NativeExecutor
 from segue.runtime.reference import ReferenceExecutor
 from segue.weights.dequantize import dequantize
 from segue.weights.model_file import ModelFile, Tensor, TensorType
-from tests.native.models import FLOAT_TYPES, QUANTISED_TYPES, Loaded, forced_isa, make_executor
+from tests.models.programs import with_rope
+from tests.native.models import (
+    FLOAT_TYPES,
+    QUANTISED_TYPES,
+    UNEQUAL_LAYERS,
+    Loaded,
+    forced_isa,
+    make_executor,
+)
 
 FLOAT_BOUND = 2e-5
 """Of the largest logit."""
@@ -36,16 +43,39 @@ def relative_rms(got: FloatArray, expected: FloatArray) -> float:
 @pytest.mark.parametrize("kind", FLOAT_TYPES)
 def test_float_weights(kind: str, interleaved: bool, models: dict[str, Loaded], isas: list[str]) -> None:
     program, model = models[kind]
-    program = replace(program, rope_interleaved=interleaved)
+    program = with_rope(program, interleaved=interleaved)
     expected = ReferenceExecutor(program, model).logits(IDS)
     for isa in isas:
         got = make_executor((program, model), isa=isa, kv_dtype="f32").logits(IDS)
         assert np.abs(got - expected).max() < FLOAT_BOUND * np.abs(expected).max(), isa
 
 
+def test_layers_that_differ(models: dict[str, Loaded], isas: list[str]) -> None:
+    """In their heads and their RoPE; also in blocks that were copied."""
+    loaded = models[UNEQUAL_LAYERS]
+    reference = ReferenceExecutor(*loaded)
+    start = SeqStep(start=0, tokens=IDS[:10], blocks=[2, 0])
+    rest = SeqStep(
+        start=10, tokens=IDS[10:40], blocks=[2, 1, 3, 4, 5], sampling=Sampling(num_logprobs=2),
+        prompt_targets=IDS[11:41],
+    )  # fmt: skip
+    for isa in isas:
+        native = make_executor(loaded, isa=isa, threads=3, kv_dtype="f32")
+        assert native.kv_bytes_per_token == 4 * (2 * (10 + 16) + 1 * (20 + 32))  # v padded to 16
+        results = []
+        for executor in (native, reference):
+            executor.allocate_kv(6, 8)
+            executor.forward([start])
+            results.append(executor.forward([rest], [(0, 1)]))
+        got, expected = results
+        assert got.tokens == expected.tokens
+        for a, b in zip(got.prompt_logprobs[0], expected.prompt_logprobs[0], strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4), isa
+
+
 def test_partly_rotated_heads(models: dict[str, Loaded], isas: list[str]) -> None:
     program, model = models["F32"]
-    program = replace(program, rope_dim=6, rope_factors=(1.0, 2.0, 4.0))
+    program = with_rope(program, dim=6, factors=(1.0, 2.0, 4.0))
     expected = ReferenceExecutor(program, model).logits(IDS)
     for isa in isas:
         got = make_executor((program, model), isa=isa, kv_dtype="f32").logits(IDS)
@@ -114,14 +144,7 @@ def test_packed_integer_weights_lose_nothing(
         ops=(Embed("embed", "x"), Linear("x", ("w",), "y"), Logits("y", "norm", 1e-6, "output")),
         widths={"x": inputs, "y": outputs},
         vocab_size=70,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
         max_model_len=128,
-        rope_theta=1e4,
-        rope_dim=8,
-        rope_interleaved=True,
     )
     model = ModelFile("", 0, "test", {}, {tensor.name: tensor for tensor in tensors})
     product = x.astype(np.float64) @ dequantize(weight).astype(np.float64).T

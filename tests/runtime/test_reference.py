@@ -21,6 +21,7 @@ from segue.sample.reference import row_logprobs, sample_row
 from segue.weights.dequantize import dequantize
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile
+from tests.models.programs import with_rope
 from tests.weights.make_gguf import tiny_llama
 
 FloatArray = npt.NDArray[np.float32]
@@ -42,6 +43,9 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> ReferenceExecutor:
 def plain_llama(model: ModelFile, program: Program, tokens: list[int]) -> Wide:
     """Logits [n, vocab] of a whole sequence at once, in f64, rotating pairs as complex numbers."""
 
+    attention = program.attentions[0]
+    rope = attention.rope
+
     def weight(name: str) -> Wide:
         return dequantize(model.tensors[f"{name}.weight"]).astype(np.float64)
 
@@ -50,10 +54,10 @@ def plain_llama(model: ModelFile, program: Program, tokens: list[int]) -> Wide:
 
     def rotate(x: Wide) -> Wide:
         """[n, heads, head_dim]"""
-        d = program.rope_dim
-        factors = np.asarray(program.rope_factors or np.ones(d // 2))
-        angles = np.arange(len(x))[:, None] * program.rope_theta ** (-np.arange(0, d, 2) / d) / factors
-        paired = np.arange(d).reshape(-1, 2) if program.rope_interleaved else np.arange(d).reshape(2, -1).T
+        d = rope.dim
+        factors = np.asarray(rope.factors or np.ones(d // 2))
+        angles = np.arange(len(x))[:, None] * rope.theta ** (-np.arange(0, d, 2) / d) / factors
+        paired = np.arange(d).reshape(-1, 2) if rope.interleaved else np.arange(d).reshape(2, -1).T
         pairs = x[..., paired]
         turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles)[:, None]
         out = x.copy()
@@ -61,18 +65,18 @@ def plain_llama(model: ModelFile, program: Program, tokens: list[int]) -> Wide:
         return out
 
     def heads(x: Wide, name: str) -> Wide:
-        return (x @ weight(name).T).reshape(len(x), -1, program.head_dim)
+        return (x @ weight(name).T).reshape(len(x), -1, attention.head_dim)
 
     n = len(tokens)
-    group = program.num_heads // program.num_kv_heads
+    group = attention.num_heads // attention.num_kv_heads
     x = weight("token_embd")[tokens]
-    for layer in range(program.num_layers):
+    for layer in range(len(program.attentions)):
         blk = f"blk.{layer}"
         y = norm(x, f"{blk}.attn_norm")
         q = rotate(heads(y, f"{blk}.attn_q"))
         k = np.repeat(rotate(heads(y, f"{blk}.attn_k")), group, axis=1)
         v = np.repeat(heads(y, f"{blk}.attn_v"), group, axis=1)
-        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(program.head_dim)
+        scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(attention.head_dim)
         scores[:, np.triu(np.ones((n, n), bool), 1)] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("hqk,khd->qhd", p / p.sum(-1, keepdims=True), v)
@@ -101,7 +105,7 @@ def plain_llama(model: ModelFile, program: Program, tokens: list[int]) -> Wide:
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_logits_are_the_formulas(tmp_path: Path, options: dict[str, Any], interleaved: bool) -> None:
     model = load_gguf(tiny_llama(tmp_path / "tiny.gguf", **options))
-    program = dataclasses.replace(build_program(model), rope_interleaved=interleaved)
+    program = with_rope(build_program(model), interleaved=interleaved)
     logits = ReferenceExecutor(program, model).logits(TOKENS)
     assert logits.dtype == np.float32
     np.testing.assert_allclose(logits, plain_llama(model, program, TOKENS), rtol=0, atol=5e-5)

@@ -51,7 +51,8 @@ def test_options_reach_the_program(tmp_path: Path) -> None:
         context=99,
     )
     program = build_program(load_gguf(path))
-    assert (program.num_layers, program.num_heads, program.num_kv_heads, program.head_dim) == (3, 6, 3, 32)
+    heads = [(op.num_heads, op.num_kv_heads, op.head_dim) for op in program.attentions]
+    assert heads == [(6, 3, 32)] * 3
     assert (program.vocab_size, program.max_model_len) == (400, 99)
     assert program.widths["x"] == 96
     assert program.widths["activated"] == 64

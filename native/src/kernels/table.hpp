@@ -22,6 +22,9 @@ constexpr int kMaxQueryRows = 48;  // query rows (queries × heads of one KV hea
 
 enum class WeightFormat { kU4, kI8, kF32, kF16, kBF16 };
 
+// Whether products are computed in integers, from quantised activations.
+constexpr bool is_integer(WeightFormat format) { return format == WeightFormat::kU4 || format == WeightFormat::kI8; }
+
 // Bytes of one panel's block: a group of 32 along K for the integer formats, one k for the float formats.
 //   kU4:  4 × 64 B nibbles (vector t, low nibbles: k = 8t + [0, 4), high: k = 8t + [4, 8), 4 bytes an output),
 //         16 f16 scales, 16 f16 minima

@@ -13,7 +13,7 @@ import numpy as np
 
 from segue.display import show_name
 from segue.models.checked import CheckedModel
-from segue.models.program import Attention, Embed, Linear, Logits, Op, Program, RMSNorm, SiluMul
+from segue.models.program import Attention, Embed, Linear, Logits, Op, Program, RMSNorm, Rope, SiluMul
 from segue.weights.model_file import ModelFile, TensorType
 
 _MAX_COUNT = 2**31 - 1
@@ -64,9 +64,8 @@ def build(model: ModelFile) -> Program:
     for key, neutral in _NEUTRAL.items():
         checked.only(key, neutral)
     sizes = _sizes(checked)
-    rope_dim = _rope_dim(checked, sizes.head_dim)
     program = Program(
-        ops=_ops(checked, sizes),
+        ops=_ops(checked, sizes, _rope(checked, model, sizes.head_dim)),
         widths={
             "x": sizes.hidden,
             "normed": sizes.hidden,
@@ -76,15 +75,7 @@ def build(model: ModelFile) -> Program:
             "activated": sizes.ffn,
         },
         vocab_size=sizes.vocab,
-        num_layers=sizes.layers,
-        num_heads=sizes.heads,
-        num_kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
         max_model_len=checked.integer("llama.context_length", low=1, high=_MAX_COUNT),
-        rope_theta=checked.positive("llama.rope.freq_base", default=_DEFAULT_ROPE_THETA),
-        rope_dim=rope_dim,
-        rope_interleaved=True,
-        rope_factors=_rope_factors(checked, model, rope_dim),
     )
     checked.refuse_other_tensors()
     return program
@@ -128,18 +119,23 @@ def _vocab(checked: CheckedModel) -> int:
     return vocab
 
 
-def _rope_dim(checked: CheckedModel, head_dim: int) -> int:
-    rope_dim = checked.integer("llama.rope.dimension_count", low=2, high=head_dim, default=head_dim)
-    if rope_dim % 2:
-        raise checked.error(f"llama.rope.dimension_count={rope_dim} is odd")
-    return rope_dim
+def _rope(checked: CheckedModel, model: ModelFile, head_dim: int) -> Rope:
+    dim = checked.integer("llama.rope.dimension_count", low=2, high=head_dim, default=head_dim)
+    if dim % 2:
+        raise checked.error(f"llama.rope.dimension_count={dim} is odd")
+    return Rope(
+        theta=checked.positive("llama.rope.freq_base", default=_DEFAULT_ROPE_THETA),
+        dim=dim,
+        interleaved=True,
+        factors=_rope_factors(checked, model, dim),
+    )
 
 
-def _ops(checked: CheckedModel, sizes: _Sizes) -> tuple[Op, ...]:
+def _ops(checked: CheckedModel, sizes: _Sizes, rope: Rope) -> tuple[Op, ...]:
     embedding = checked.matrix("token_embd.weight", sizes.vocab, sizes.hidden)
     ops: list[Op] = [Embed(embedding, "x")]
     for layer in range(sizes.layers):
-        ops += _attention_block(checked, sizes, layer)
+        ops += _attention_block(checked, sizes, rope, layer)
         ops += _ffn_block(checked, sizes, layer)
     tied = not checked.has_tensor("output.weight")
     ops.append(
@@ -153,7 +149,7 @@ def _ops(checked: CheckedModel, sizes: _Sizes) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def _attention_block(checked: CheckedModel, sizes: _Sizes, layer: int) -> list[Op]:
+def _attention_block(checked: CheckedModel, sizes: _Sizes, rope: Rope, layer: int) -> list[Op]:
     kv_width = sizes.kv_heads * sizes.head_dim
     norm = checked.vector(f"blk.{layer}.attn_norm.weight", sizes.hidden)
     q = checked.matrix(f"blk.{layer}.attn_q.weight", sizes.attention, sizes.hidden)
@@ -163,7 +159,7 @@ def _attention_block(checked: CheckedModel, sizes: _Sizes, layer: int) -> list[O
     return [
         RMSNorm("x", norm, "normed", sizes.eps),
         Linear("normed", (q, k, v), "qkv"),
-        Attention("qkv", "attention", layer),
+        Attention("qkv", "attention", layer, sizes.heads, sizes.kv_heads, sizes.head_dim, rope),
         Linear("attention", (output,), "x", accumulate=True),
     ]
 

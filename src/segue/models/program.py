@@ -1,7 +1,8 @@
 """A model as data: a flat list of operations over named row buffers.
 
 A family file (`models/llama.py`) builds a `Program` once from a model file's metadata. The native runtime
-compiles the list to one call; the reference runtime interprets it, line by line. A buffer is a
+reads the operations by the names of their attributes and compiles the list to one call
+(`native/src/program_reader.cpp`); the reference runtime interprets it, line by line. A buffer is a
 matrix `[rows, width]` of f32, one row for each input token of a step; nothing in it outlives the step.
 """
 
@@ -38,17 +39,36 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Rotates q and k of `qkv` (RoPE, interleaved or half-split pairs), writes k and v to the layer's KV
-    and attends causally.
+class Rope:
+    """Rotary position embeddings (Su et al. 2021) of the leading `dim` dimensions of a head.
 
-    qkv [rows, (heads + 2·kv_heads) · head_dim] → out [rows, heads · head_dim]. Query head h reads KV head
-    h // (heads // kv_heads). Scores are scaled by 1/√head_dim.
+    Pair i of the vector at position p is rotated by p · theta^(-2i / dim) / factors[i].
+    """
+
+    theta: float
+    dim: int
+    interleaved: bool
+    """True: pairs (2i, 2i+1), as GGUF's llama family stores q and k; False: pairs (i, i + dim/2)."""
+    factors: tuple[float, ...] = ()
+    """One for each pair, where the file has `rope_freqs`; empty: all 1."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Rotates q and k of `qkv`, writes k and v to the layer's KV and attends causally.
+
+    qkv [rows, (num_heads + 2·num_kv_heads) · head_dim] → out [rows, num_heads · head_dim]. Query head h reads
+    KV head h // (num_heads // num_kv_heads). Scores are scaled by 1/√head_dim.
     """
 
     qkv: str
     out: str
     layer: int
+    """Which KV it has: attentions are numbered from 0, in order."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
 
 
 @dataclass(frozen=True)
@@ -74,21 +94,15 @@ Op = Embed | RMSNorm | Linear | Attention | SiluMul | Logits
 
 @dataclass(frozen=True)
 class Program:
-    """A model family's operations and the sizes they need."""
+    """A model family's operations and the sizes that belong to none of them."""
 
     ops: tuple[Op, ...]
     widths: dict[str, int]
     """Width of each buffer."""
     vocab_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_model_len: int
-    rope_theta: float
-    rope_dim: int
-    """Leading dimensions of a head that are rotated."""
-    rope_interleaved: bool
-    """True: pairs (2i, 2i+1), as GGUF's llama family stores q and k; False: pairs (i, i + rope_dim/2)."""
-    rope_factors: tuple[float, ...] = ()
-    """Divides the frequency of each pair, where the file has `rope_freqs`; empty: all 1."""
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Those of the operations that keep KV, by layer."""
+        return tuple(op for op in self.ops if isinstance(op, Attention))

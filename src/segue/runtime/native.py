@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Final, Literal, assert_never
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ from segue._native import available_cpus as available_cpus
 from segue.contract.step import ForwardResult, SeqStep, TokenLogprobs
 from segue.display import show_path
 from segue.errors import ModelFileError, ParameterError
-from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
+from segue.models.program import Program
 from segue.weights.model_file import ModelFile
 
 ISA_VARIABLE: Final = "SEGUE_ISA"
@@ -43,7 +43,13 @@ class NativeExecutor:
             raise ParameterError("kv_dtype", kv_dtype, "unknown; known are f16, f32")
         self._program = program
         try:
-            self._model = _compile(program, model, threads, kv_dtype)
+            self._model = _native.Model(
+                program,
+                list(model.tensors.values()),
+                isa=os.environ.get(ISA_VARIABLE, ""),
+                threads=threads or available_cpus(),
+                kv_f32=kv_dtype == "f32",
+            )
         except ModelFileError as error:
             raise ModelFileError(f"{show_path(model.path)}: {error}") from None
 
@@ -93,46 +99,3 @@ class NativeExecutor:
     def close(self) -> None:
         """Give the KV memory back."""
         self._model.release_kv()
-
-
-def _compile(program: Program, model: ModelFile, threads: int | None, kv_dtype: str) -> _native.Model:
-    return _native.Model(
-        _build(program, model),
-        widths=dict(program.widths),
-        vocab_size=program.vocab_size,
-        num_layers=program.num_layers,
-        num_heads=program.num_heads,
-        num_kv_heads=program.num_kv_heads,
-        head_dim=program.head_dim,
-        max_model_len=program.max_model_len,
-        rope_theta=program.rope_theta,
-        rope_dim=program.rope_dim,
-        rope_interleaved=program.rope_interleaved,
-        rope_factors=list(program.rope_factors),
-        isa=os.environ.get(ISA_VARIABLE, ""),
-        threads=threads or available_cpus(),
-        kv_f32=kv_dtype == "f32",
-    )
-
-
-def _build(program: Program, model: ModelFile) -> _native.ModelBuilder:
-    builder = _native.ModelBuilder()
-    for tensor in model.tensors.values():
-        builder.tensor(tensor.name, list(tensor.shape), int(tensor.type), tensor.data)
-    for op in program.ops:
-        match op:
-            case Embed():
-                builder.embed(op.weight, op.out)
-            case RMSNorm():
-                builder.rms_norm(op.x, op.weight, op.out, op.eps)
-            case Linear():
-                builder.linear(op.x, list(op.weights), op.out, op.accumulate)
-            case Attention():
-                builder.attention(op.qkv, op.out, op.layer)
-            case SiluMul():
-                builder.silu_mul(op.x, op.out)
-            case Logits():
-                builder.logits(op.x, op.norm, op.eps, op.weight)
-            case _:
-                assert_never(op)
-    return builder

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from segue.contract.step import NOT_FINITE, ForwardResult, SeqStep
 from segue.errors import CapacityError
-from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, SiluMul
+from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, Rope, SiluMul
 from segue.runtime.refusal import Refusal, check
 from segue.sample.reference import all_finite, masked, row_logprobs, sample_row
 from segue.weights.dequantize import dequantize
@@ -29,7 +29,7 @@ class ReferenceExecutor:
     def __init__(self, program: Program, model: ModelFile) -> None:
         self._program = program
         self._weights = _load_weights(program, model)
-        self._cos, self._sin = _rope_tables(program)
+        self._rotations = {op.rope: _rotation(op.rope, program.max_model_len) for op in program.attentions}
         self._kv = _PagedKV(program, num_blocks=0, block_size=1)
 
     @property
@@ -42,8 +42,8 @@ class ReferenceExecutor:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        program = self._program
-        return program.num_layers * 2 * program.num_kv_heads * program.head_dim * np.float32().itemsize
+        sizes = (2 * op.num_kv_heads * op.head_dim for op in self._program.attentions)
+        return sum(sizes) * np.float32().itemsize
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Make room for `num_blocks · block_size` positions. Raises CapacityError when there is none."""
@@ -126,7 +126,7 @@ class ReferenceExecutor:
                     first = 0
                     for rows in batch:
                         own = slice(first, first + len(rows.token_ids))
-                        buffers[op.out][own] = self._attend(op.layer, buffers[op.qkv][own], rows, kv)
+                        buffers[op.out][own] = self._attend(op, buffers[op.qkv][own], rows, kv)
                         first = own.stop
                 case SiluMul():
                     buffers[op.out][:] = _silu_mul(buffers[op.x])
@@ -141,42 +141,27 @@ class ReferenceExecutor:
                     assert_never(op)
         return logits
 
-    def _attend(self, layer: int, qkv: FloatArray, rows: "_Rows", kv: "_PagedKV") -> FloatArray:
+    def _attend(self, op: Attention, qkv: FloatArray, rows: "_Rows", kv: "_PagedKV") -> FloatArray:
         """One sequence: [rows, (heads + 2·kv_heads) · head_dim] → [rows, heads · head_dim]."""
-        program = self._program
-        heads, kv_heads = program.num_heads, program.num_kv_heads
-        split = qkv.reshape(len(qkv), heads + 2 * kv_heads, program.head_dim)
-        q = self._rotate(split[:, :heads], rows.start)
-        k = self._rotate(split[:, heads : heads + kv_heads], rows.start)
-        k[~np.isfinite(k)] = np.nan  # a score of -inf would only hide the key; a NaN is found in the logits
+        heads, kv_heads = op.num_heads, op.num_kv_heads
         end = rows.start + len(qkv)
-        kv.write(layer, rows.slots[rows.start : end], k, split[:, heads + kv_heads :])
-        keys, values = kv.read(layer, rows.slots[:end])
+        cos, sin = (table[rows.start : end, None, :] for table in self._rotations[op.rope])
+        split = qkv.reshape(len(qkv), heads + 2 * kv_heads, op.head_dim)
+        q = _rotate(split[:, :heads], op.rope, cos, sin)
+        k = _rotate(split[:, heads : heads + kv_heads], op.rope, cos, sin)
+        k[~np.isfinite(k)] = np.nan  # a score of -inf would only hide the key; a NaN is found in the logits
+        kv.write(op.layer, rows.slots[rows.start : end], k, split[:, heads + kv_heads :])
+        keys, values = kv.read(op.layer, rows.slots[:end])
 
-        out = np.empty((len(qkv), heads * program.head_dim), np.float32)
-        scale = np.float32(1 / np.sqrt(program.head_dim))
+        out = np.empty((len(qkv), heads * op.head_dim), np.float32)
+        scale = np.float32(1 / np.sqrt(op.head_dim))
         for row, position in enumerate(range(rows.start, end)):
-            grouped = q[row].reshape(kv_heads, heads // kv_heads, program.head_dim)
+            grouped = q[row].reshape(kv_heads, heads // kv_heads, op.head_dim)
             scores = grouped @ keys[:, : position + 1].transpose(0, 2, 1) * scale
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             weights /= weights.sum(axis=-1, keepdims=True)
             out[row] = (weights @ values[:, : position + 1]).reshape(-1)
         return out
-
-    def _rotate(self, x: FloatArray, start: int) -> FloatArray:
-        """RoPE (Su et al. 2021) of x [rows, heads, head_dim] at positions from `start`."""
-        program = self._program
-        pairs = program.rope_dim // 2
-        cos = self._cos[start : start + len(x), None, :]
-        sin = self._sin[start : start + len(x), None, :]
-        if program.rope_interleaved:
-            first, second = slice(0, program.rope_dim, 2), slice(1, program.rope_dim, 2)
-        else:
-            first, second = slice(0, pairs), slice(pairs, program.rope_dim)
-        rotated = x.copy()
-        rotated[..., first] = x[..., first] * cos - x[..., second] * sin
-        rotated[..., second] = x[..., first] * sin + x[..., second] * cos
-        return rotated
 
 
 class _Rows:
@@ -196,27 +181,26 @@ class _PagedKV:
     def __init__(self, program: Program, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (program.num_layers, num_blocks * block_size, program.num_kv_heads, program.head_dim)
-        self._keys = np.zeros(shape, np.float32)
-        self._values = np.zeros(shape, np.float32)
+        slots = num_blocks * block_size
+        shapes = [(slots, op.num_kv_heads, op.head_dim) for op in program.attentions]
+        self._keys = [np.zeros(shape, np.float32) for shape in shapes]
+        self._values = [np.zeros(shape, np.float32) for shape in shapes]
 
     def write(self, layer: int, slots: IntArray, keys: FloatArray, values: FloatArray) -> None:
         """keys, values [rows, kv_heads, head_dim], one row for each slot."""
-        self._keys[layer, slots] = keys
-        self._values[layer, slots] = values
+        self._keys[layer][slots] = keys
+        self._values[layer][slots] = values
 
     def read(self, layer: int, slots: IntArray) -> tuple[FloatArray, FloatArray]:
         """Keys and values [kv_heads, slots, head_dim], contiguous."""
-        keys = self._keys[layer, slots].transpose(1, 0, 2)
-        values = self._values[layer, slots].transpose(1, 0, 2)
+        keys = self._keys[layer][slots].transpose(1, 0, 2)
+        values = self._values[layer][slots].transpose(1, 0, 2)
         return np.ascontiguousarray(keys), np.ascontiguousarray(values)
 
     def copy_block(self, source: int, destination: int) -> None:
         size = self.block_size
-        for array in (self._keys, self._values):
-            array[:, destination * size : (destination + 1) * size] = array[
-                :, source * size : (source + 1) * size
-            ]
+        for array in (*self._keys, *self._values):
+            array[destination * size : (destination + 1) * size] = array[source * size : (source + 1) * size]
 
 
 def _load_weights(program: Program, model: ModelFile) -> dict[tuple[str, ...], FloatArray]:
@@ -240,13 +224,25 @@ def _load_weights(program: Program, model: ModelFile) -> dict[tuple[str, ...], F
     }
 
 
-def _rope_tables(program: Program) -> tuple[FloatArray, FloatArray]:
-    """cos and sin [max_model_len, rope_dim / 2] of each pair's angle, computed in f64."""
-    frequencies = program.rope_theta ** (-np.arange(0, program.rope_dim, 2) / program.rope_dim)
-    if program.rope_factors:
-        frequencies = frequencies / np.asarray(program.rope_factors)
-    angles = np.outer(np.arange(program.max_model_len), frequencies)
+def _rotation(rope: Rope, max_model_len: int) -> tuple[FloatArray, FloatArray]:
+    """cos and sin [max_model_len, dim / 2] of each pair's angle, computed in f64."""
+    frequencies = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
+    if rope.factors:
+        frequencies = frequencies / np.asarray(rope.factors)
+    angles = np.outer(np.arange(max_model_len), frequencies)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _rotate(x: FloatArray, rope: Rope, cos: FloatArray, sin: FloatArray) -> FloatArray:
+    """x [rows, heads, head_dim] by the rows' angles, cos and sin [rows, 1, dim / 2]."""
+    if rope.interleaved:
+        first, second = slice(0, rope.dim, 2), slice(1, rope.dim, 2)
+    else:
+        first, second = slice(0, rope.dim // 2), slice(rope.dim // 2, rope.dim)
+    rotated = x.copy()
+    rotated[..., first] = x[..., first] * cos - x[..., second] * sin
+    rotated[..., second] = x[..., first] * sin + x[..., second] * cos
+    return rotated
 
 
 def _rms_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:

@@ -1,0 +1,138 @@
+#include "program_reader.hpp"
+
+#include <nanobind/ndarray.h>
+
+#include <string_view>
+
+#include "from_python.hpp"
+
+namespace nb = nanobind;
+
+namespace segue {
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+int int_of(nb::handle object, const char* name) { return to_int(get(object, name), name); }
+double double_of(nb::handle object, const char* name) { return to_double(get(object, name), name); }
+float float_of(nb::handle object, const char* name) { return static_cast<float>(double_of(object, name)); }
+bool bool_of(nb::handle object, const char* name) { return to_bool(get(object, name), name); }
+std::string string_of(nb::handle object, const char* name) { return to_string(get(object, name), name); }
+
+std::vector<std::string> strings_of(nb::handle object, const char* name) {
+    std::vector<std::string> values;
+    for_each(get(object, name), name, [&](nb::handle item) { values.push_back(to_string(item, name)); });
+    return values;
+}
+
+Heads heads_of(nb::handle op) {
+    return {int_of(op, "num_heads"), int_of(op, "num_kv_heads"), int_of(op, "head_dim")};
+}
+
+Rope rope_of(nb::handle op) {
+    const nb::object rope = get(op, "rope");
+    Rope read{double_of(rope, "theta"), int_of(rope, "dim"), bool_of(rope, "interleaved"), {}};
+    for_each(get(rope, "factors"), "factors",
+             [&](nb::handle item) { read.factors.push_back(to_double(item, "factors")); });
+    return read;
+}
+
+// How each type of operation is read, by the name of its dataclass.
+using Reader = program::Op (*)(nb::handle op);
+constexpr std::pair<std::string_view, Reader> kReaders[] = {
+    {"Embed", [](nb::handle op) -> program::Op {
+         return program::Embed{string_of(op, "weight"), string_of(op, "out")};
+     }},
+    {"RMSNorm", [](nb::handle op) -> program::Op {
+         return program::RMSNorm{string_of(op, "x"), string_of(op, "weight"), string_of(op, "out"),
+                                 float_of(op, "eps")};
+     }},
+    {"Linear", [](nb::handle op) -> program::Op {
+         return program::Linear{string_of(op, "x"), strings_of(op, "weights"), string_of(op, "out"),
+                                bool_of(op, "accumulate")};
+     }},
+    {"Attention", [](nb::handle op) -> program::Op {
+         return program::Attention{string_of(op, "qkv"), string_of(op, "out"), int_of(op, "layer"), heads_of(op),
+                                   rope_of(op)};
+     }},
+    {"SiluMul", [](nb::handle op) -> program::Op {
+         return program::SiluMul{string_of(op, "x"), string_of(op, "out")};
+     }},
+    {"Logits", [](nb::handle op) -> program::Op {
+         return program::Logits{string_of(op, "x"), string_of(op, "norm"), float_of(op, "eps"),
+                                string_of(op, "weight")};
+     }},
+};
+
+// Returns read(), or raises ModelFileError that says what of `object` cannot be read.
+template <class Read>
+auto read_or_refuse(nb::handle object, const Read& read) {
+    const std::string type = Py_TYPE(object.ptr())->tp_name;
+    try {
+        return read();
+    } catch (const Refusal& refusal) {
+        throw ModelFileError(type + ": " + refusal.what());
+    } catch (const nb::python_error& error) {
+        if (!error.matches(PyExc_AttributeError)) throw;
+        PyObject* text = PyObject_Str(error.value().ptr());
+        if (text == nullptr) throw nb::python_error();
+        throw ModelFileError(type + ": " + to_string(nb::steal(text), "error"));
+    }
+}
+
+program::Op read_op(nb::handle op) {
+    const std::string_view type = Py_TYPE(op.ptr())->tp_name;
+    for (const auto& [name, reader] : kReaders) {
+        if (name == type) return read_or_refuse(op, [&] { return reader(op); });
+    }
+    throw ModelFileError("the native runtime has no operation " + std::string(type));
+}
+
+std::map<std::string, int> read_widths(nb::handle widths) {
+    std::map<std::string, int> by_name;
+    if (!PyDict_Check(widths.ptr())) throw Refusal("widths", "expected a dict");
+    PyObject* name = nullptr;
+    PyObject* width = nullptr;
+    for (Py_ssize_t position = 0; PyDict_Next(widths.ptr(), &position, &name, &width);) {
+        by_name.emplace(to_string(name, "widths"), to_int(width, "widths"));
+    }
+    return by_name;
+}
+
+void read_tensor(nb::handle object, Tensors& to) {
+    const std::string name = string_of(object, "name");
+    std::vector<int64_t> shape;
+    for_each(get(object, "shape"), "shape", [&](nb::handle size) { shape.push_back(to_int64(size, "shape")); });
+    if (shape.empty() || shape.size() > 2) {
+        throw ModelFileError(name + ": only tensors of one or two dimensions are supported");
+    }
+    nb::object data = get(object, "data");
+    const auto bytes = nb::cast<Bytes>(data);
+    const Tensor tensor{name, static_cast<TensorType>(int_of(object, "type")), shape.size() == 1 ? 1 : shape.front(),
+                        shape.back(), bytes.data()};
+    if (static_cast<size_t>(tensor.rows) * row_bytes(tensor.type, tensor.columns) != bytes.size()) {
+        throw ModelFileError(name + ": " + std::to_string(bytes.size()) + " bytes do not fit its shape");
+    }
+    to.by_name.insert_or_assign(name, tensor);
+    to.keep_alive.push_back(std::move(data));
+}
+
+}  // namespace
+
+Program read_program(nb::handle program) {
+    return read_or_refuse(program, [&] {
+        Program read{{}, read_widths(get(program, "widths")), int_of(program, "vocab_size"),
+                     int_of(program, "max_model_len")};
+        for_each(get(program, "ops"), "ops", [&](nb::handle op) { read.ops.push_back(read_op(op)); });
+        return read;
+    });
+}
+
+Tensors read_tensors(nb::handle tensors) {
+    Tensors read;
+    for_each(tensors, "tensors",
+             [&](nb::handle tensor) { read_or_refuse(tensor, [&] { read_tensor(tensor, read); }); });
+    return read;
+}
+
+}  // namespace segue

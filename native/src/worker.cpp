@@ -1,0 +1,300 @@
+// Computes a step.
+//
+// Between two attentions every operation works on single rows. With many rows in a step, each thread takes chunks
+// of rows through the whole run of operations; with few, all threads share the outputs of each matrix. Which of the
+// two, and which thread does what, changes no result.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "attend.hpp"
+#include "execution.hpp"
+#include "use_logits.hpp"
+
+namespace segue {
+namespace {
+
+constexpr int kPrivateRows = kRowBlock;  // up to this many, each thread prepares all input rows itself
+
+bool reads_integers(const std::vector<LinearPart>& parts) {
+    return std::any_of(parts.begin(), parts.end(), [](const LinearPart& part) { return is_integer(part.matrix->format); });
+}
+
+bool reads_floats(const std::vector<LinearPart>& parts) {
+    return std::any_of(parts.begin(), parts.end(), [](const LinearPart& part) { return !is_integer(part.matrix->format); });
+}
+
+int count_panels(const std::vector<LinearPart>& parts) {
+    return std::accumulate(parts.begin(), parts.end(), 0,
+                           [](int sum, const LinearPart& part) { return sum + part.matrix->panels(); });
+}
+
+int outputs_of(const std::vector<LinearPart>& parts) { return parts.back().first_output + parts.back().matrix->outputs; }
+
+// One thread's part of an execution. All threads go through the same phases; inside a phase they take turns by its
+// counter.
+class Worker {
+   public:
+    Worker(Execution& run, int thread)
+        : run_(run),
+          plan_(run.plan),
+          layout_(run.layout),
+          work_(run.scratch.workspaces[static_cast<size_t>(thread)]),
+          threads_(run.pool.size()),
+          rows_(run.layout.rows) {}
+
+    void run() {
+        copy_blocks();
+        const std::vector<PlanOp>& ops = plan_.ops;
+        for (size_t i = 0; i < ops.size();) {
+            if (i == plan_.tail) keep_wanted_rows();
+            if (rows_ == 0) return;
+            const bool by_rows = rows_ > kSharedRows;
+            if (const auto* attention = std::get_if<AttentionOp>(&ops[i])) {
+                if (!by_rows) store_kv(*attention);
+                ++i;
+                const AttentionItems& items = layout_.attention[attention->heads];
+                attend(*attention, i == plan_.tail ? items.last : items.all);
+            } else if (const auto* logits = std::get_if<LogitsOp>(&ops[i])) {
+                compute_logits(*logits);
+                ++i;
+            } else {
+                const size_t end = end_of_row_ops(i);
+                if (by_rows) {
+                    run_by_rows(i, end);
+                } else {
+                    for (size_t j = i; j < end; ++j) run_by_outputs(ops[j]);
+                }
+                i = end;
+            }
+        }
+    }
+
+   private:
+    // Takes pieces of [0, count), `grain` at a time, until the phase has none left.
+    template <class Visit>
+    void share(int count, int grain, const Visit& visit) {
+        Counter& counter = run_.counters[phase_++];
+        for (int begin; (begin = counter.value.fetch_add(grain, std::memory_order_relaxed)) < count;) {
+            visit(begin, std::min(begin + grain, count));
+        }
+    }
+    // One piece for each thread: rows that lie side by side share cache lines, which must not go to and fro.
+    template <class Visit>
+    void share_rows(int rows, const Visit& visit) {
+        share(rows, ceil_div(rows, threads_), visit);
+    }
+    void barrier() { run_.pool.barrier(); }
+
+    size_t end_of_row_ops(size_t i) const {
+        const std::vector<PlanOp>& ops = plan_.ops;
+        while (i < ops.size() && !std::holds_alternative<AttentionOp>(ops[i]) &&
+               !std::holds_alternative<LogitsOp>(ops[i])) {
+            ++i;
+        }
+        return i;
+    }
+
+    // From here on row i of every buffer is that of wanted row i.
+    void keep_wanted_rows() {
+        const int wanted = static_cast<int>(layout_.wanted.size());
+        if (wanted < rows_) {
+            const std::vector<BufferId>& buffers = plan_.tail_reads;
+            share(static_cast<int>(buffers.size()), 1, [&](int b, int) {
+                const BufferId buffer = buffers[static_cast<size_t>(b)];
+                for (int i = 0; i < wanted; ++i) {
+                    const int from = layout_.wanted[static_cast<size_t>(i)].row;
+                    if (from != i) std::memcpy(run_.row(buffer, i), run_.row(buffer, from), run_.stride(buffer) * sizeof(float));
+                }
+            });
+            barrier();
+        }
+        rows_ = wanted;
+    }
+
+    void copy_blocks() {
+        if (run_.input.copies.empty()) return;
+        share(static_cast<int>(plan_.kv_layers.size()), 1, [&](int layer, int) { run_.kv.copy_blocks(layer, run_.input.copies); });
+        barrier();
+    }
+
+    // ---- rows -------------------------------------------------------------------------------------------------
+
+    void embed(const EmbedOp& op, int begin, int end) {
+        const bool only_wanted = rows_ < layout_.rows;
+        for (int r = begin; r < end; ++r) {
+            const int input = only_wanted ? layout_.wanted[static_cast<size_t>(r)].row : r;
+            dequantise_row(*op.weight, run_.input.tokens[static_cast<size_t>(input)], run_.row(op.out, r));
+        }
+    }
+
+    // A source's row r: in place, or computed into `scratch`.
+    const float* source_row(const Source& source, int r, float* scratch) {
+        const float* x = run_.row(source.buffer, r);
+        switch (source.kind) {
+            case Source::Kind::kRows:
+                return x;
+            case Source::Kind::kNorm:
+                run_.kernels.rms_norm(x, source.weight, source.eps, source.width, scratch);
+                break;
+            case Source::Kind::kSiluMul:
+                run_.kernels.silu_mul(x, source.width, scratch);
+                break;
+        }
+        return scratch;
+    }
+
+    void store_rows(const StoreOp& op, int begin, int end) {
+        for (int r = begin; r < end; ++r) {
+            const float* x = source_row(op.source, r, work_.row.data());
+            std::memcpy(run_.row(op.out, r), x, static_cast<size_t>(op.source.width) * sizeof(float));
+        }
+    }
+
+    // Row r of the source becomes row `at` of the activations.
+    void prepare_row(const Source& source, const std::vector<LinearPart>& parts, int r, int at, Activations& to) {
+        const float* x = source_row(source, r, work_.row.data());
+        if (reads_integers(parts)) run_.kernels.quantise_row(x, to.quant(source.width), at);
+        if (reads_floats(parts)) {
+            std::memcpy(to.rows.data() + static_cast<size_t>(at) * to.stride, x,
+                        static_cast<size_t>(source.width) * sizeof(float));
+        }
+    }
+
+    // Outputs of panels [begin, end), counted over all parts, for `rows` prepared rows.
+    void multiply(const Source& source, const std::vector<LinearPart>& parts, Activations& from, int rows, int begin,
+                  int end, float* out, size_t out_stride, bool accumulate) {
+        for (const LinearPart& part : parts) {
+            const int panels = part.matrix->panels();
+            if (begin < panels && end > 0) {
+                run_.kernels.linear[static_cast<size_t>(part.matrix->format)]({
+                    .w = part.matrix->view(),
+                    .quant = from.quant(source.width),
+                    .x = from.rows.data(),
+                    .x_stride = from.stride,
+                    .out = out + part.first_output,
+                    .out_stride = out_stride,
+                    .row_begin = 0,
+                    .row_end = rows,
+                    .panel_begin = std::max(begin, 0),
+                    .panel_end = std::min(end, panels),
+                    .accumulate = accumulate,
+                    .scratch = work_.linear.data(),
+                });
+            }
+            begin -= panels;
+            end -= panels;
+        }
+    }
+
+    // ---- many rows: each thread takes chunks of them through operations [begin, end) -----------------------------
+
+    void run_by_rows(size_t begin, size_t end) {
+        const std::vector<PlanOp>& ops = plan_.ops;
+        const int chunks = round_up(ceil_div(rows_, kChunkRows), threads_);
+        share(rows_, round_up(ceil_div(rows_, chunks), kRowBlock), [&](int first, int last) {
+            for (size_t i = begin; i < end; ++i) run_rows(ops[i], first, last);
+            if (end < ops.size()) {
+                if (const auto* attention = std::get_if<AttentionOp>(&ops[end])) store_kv_rows(run_, *attention, first, last);
+            }
+        });
+        barrier();
+    }
+
+    void run_rows(const PlanOp& op, int begin, int end) {
+        if (const auto* embedding = std::get_if<EmbedOp>(&op)) {
+            embed(*embedding, begin, end);
+        } else if (const auto* stored = std::get_if<StoreOp>(&op)) {
+            store_rows(*stored, begin, end);
+        } else if (const auto* linear = std::get_if<LinearOp>(&op)) {
+            for (int r = begin; r < end; ++r)
+                prepare_row(linear->source, linear->parts, r, r - begin, work_.activations);
+            multiply(linear->source, linear->parts, work_.activations, end - begin, 0, count_panels(linear->parts),
+                     run_.row(linear->out, begin), run_.stride(linear->out), linear->accumulate);
+        }
+    }
+
+    // ---- few rows: all threads share one operation's outputs -----------------------------------------------------
+
+    void run_by_outputs(const PlanOp& op) {
+        if (const auto* linear = std::get_if<LinearOp>(&op)) {
+            Activations& from = prepare_shared(linear->source, linear->parts, 0, rows_);
+            multiply_shared(linear->source, linear->parts, from, rows_, run_.row(linear->out, 0), run_.stride(linear->out),
+                            linear->accumulate);
+        } else {
+            share_rows(rows_, [&](int begin, int end) { run_rows(op, begin, end); });
+        }
+        barrier();
+    }
+
+    // Prepares rows [first, first + rows): each thread all of them for itself, or together.
+    Activations& prepare_shared(const Source& source, const std::vector<LinearPart>& parts, int first, int rows) {
+        if (rows <= kPrivateRows) {
+            for (int i = 0; i < rows; ++i) prepare_row(source, parts, first + i, i, work_.activations);
+            return work_.activations;
+        }
+        // Whole row blocks, whose rows share cache lines.
+        share(rows, round_up(ceil_div(rows, threads_), kRowBlock), [&](int begin, int end) {
+            for (int i = begin; i < end; ++i) prepare_row(source, parts, first + i, i, run_.scratch.shared);
+        });
+        barrier();
+        return run_.scratch.shared;
+    }
+
+    void multiply_shared(const Source& source, const std::vector<LinearPart>& parts, Activations& from, int rows,
+                         float* out, size_t out_stride, bool accumulate) {
+        constexpr int kPiecesPerThread = 6;
+        const int panels = count_panels(parts);
+        share(panels, std::max(1, panels / (threads_ * kPiecesPerThread)), [&](int begin, int end) {
+            multiply(source, parts, from, rows, begin, end, out, out_stride, accumulate);
+        });
+    }
+
+    // ---- attention ----------------------------------------------------------------------------------------------
+
+    void store_kv(const AttentionOp& op) {
+        share_rows(rows_, [&](int begin, int end) { store_kv_rows(run_, op, begin, end); });
+        barrier();
+    }
+
+    void attend(const AttentionOp& op, const std::vector<AttentionItem>& items) {
+        share(static_cast<int>(items.size()), 1, [&](int i, int) {
+            attend_item(run_, op, items[static_cast<size_t>(i)], work_.attention.data());
+        });
+        barrier();
+    }
+
+    // ---- logits -------------------------------------------------------------------------------------------------
+
+    void compute_logits(const LogitsOp& op) {
+        const int vocab = outputs_of(op.parts);
+        const size_t logits_stride = row_stride(vocab);
+        const int count = static_cast<int>(layout_.wanted.size());
+        for (int first = 0; first < count; first += kLogitRows) {
+            const int rows = std::min(kLogitRows, count - first);
+            const WantedRow* wanted = layout_.wanted.data() + first;
+            Activations& from = prepare_shared(op.source, op.parts, first, rows);
+            multiply_shared(op.source, op.parts, from, rows, run_.scratch.logits.data(), logits_stride, false);
+            barrier();
+            share(rows, 1, [&](int i, int) {
+                use_logits(run_, wanted[i], {run_.scratch.logits.data() + static_cast<size_t>(i) * logits_stride,
+                                       static_cast<size_t>(vocab)}, work_);
+            });
+            barrier();
+        }
+    }
+
+    Execution& run_;
+    const Plan& plan_;
+    const StepLayout& layout_;
+    Workspace& work_;
+    int threads_;
+    int rows_;  // of the buffers
+    size_t phase_ = 0;
+};
+
+}  // namespace
+
+void work(Execution& run, int thread) { Worker(run, thread).run(); }
+
+}  // namespace segue
