@@ -153,8 +153,8 @@ class Checker:
                 return  # admitted, with some reserved
             if request.metrics.num_preemptions > before.num_preemptions:
                 return
-            if not self._to_be_filled.isdisjoint(before.blocks):
-                continue
+            if len(blocks) < len(before.blocks) and not self._to_be_filled.isdisjoint(before.blocks):
+                return  # a copy was lost, and who was admitted in this step may be back
             if before.state is not State.RUNNING and before.blocks and not blocks:
                 evicted = request
         require(evicted is None, f"{evicted.id if evicted else None} lost its blocks in vain")
