@@ -214,7 +214,8 @@ class Finding:
 
 async def measure(url: str, num_streams: int) -> tuple[list[Finding], list[float], list[str]]:
     """The findings, the longest waits of the streams alone, and which streams broke."""
-    limits = httpx.Limits(max_connections=None)
+    # A kept connection may be closed by the server in the moment in which it is used again.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with (
         httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client,
         Streams(client, num_streams).running() as streams,
