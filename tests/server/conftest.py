@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from segue import LLM, AsyncLLM, EngineArgs
+from segue import LLM, AsyncLLM
 from segue.server.shared.options import ServerOptions
 from segue.tokens import Tokenizer
 from segue.weights.gguf import load_gguf
@@ -70,7 +70,7 @@ def scripted(
     tokenizer = Tokenizer.from_model(load_gguf(tiny_path))
     (end_id,) = tokenizer.eos_token_ids & {2}
     script = Script(tokenizer.vocab_size, end_id)
-    monkeypatch.setattr(EngineArgs, "_executor", lambda args, file: script)
+    monkeypatch.setattr("segue.host.build._executor", lambda args, file: script)
     options = getattr(request, "param", ServerOptions(tool_call_parser="hermes"))
     llm = AsyncLLM(scripted_args(tiny_path))
     with serve_script(llm, options) as running:
