@@ -10,7 +10,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from segue import LLM, SamplingParams
 from segue.server.api.response_objects import MessageItem, OutputText
-from segue.server.stored_items import StoredItems
+from segue.server.api.stored_items import StoredItems
 from tests.server.running import RunningServer
 
 HELLO: Any = [{"role": "user", "content": "the hen and the inn"}]

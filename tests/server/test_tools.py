@@ -1,6 +1,7 @@
 """Tool calls: read from a model's text in each format however it arrives, and as OpenAI's clients see them."""
 
 import json
+import threading
 from typing import Any
 
 import openai as api
@@ -175,6 +176,8 @@ def test_calls_of_a_chat_completion(scripted: Scripted) -> None:
 
 def test_calls_of_a_stream(scripted: Scripted) -> None:
     scripted.say(f"Let me see. {LOOK}\n{WAIT}")
+    num_until_inside = len(scripted.tokenizer.encode(f"Let me see. {LOOK}".partition("inn")[0]))
+    scripted.script.gate = gate = threading.Semaphore(num_until_inside)
     content, reason = "", None
     names: dict[int, str] = {}
     arguments: dict[int, list[str]] = {}
@@ -190,6 +193,8 @@ def test_calls_of_a_stream(scripted: Scripted) -> None:
                     assert call.type == "function"
                     names[call.index] = call.function.name
                 arguments.setdefault(call.index, []).append(call.function.arguments or "")
+                if call.function.arguments:
+                    gate.release(1000)
     assert (content, reason, names) == ("Let me see. ", "tool_calls", {0: "look", 1: "wait"})
     assert json.loads("".join(arguments[0])) == {"at": "the inn"}
     assert len(arguments[0]) >= 2

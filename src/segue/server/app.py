@@ -18,6 +18,7 @@ from segue.server.api.docs import docs_page
 from segue.server.api.openapi import Endpoint, openapi_json
 from segue.server.api.response_objects import AnyEvent, ResponseObject
 from segue.server.api.responses import ResponsesRequest, create_response
+from segue.server.api.stored_items import StoredItems
 from segue.server.api.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -111,6 +112,7 @@ def create_app(serving: Serving, *, more_routes: tuple[BaseRoute, ...] = ()) -> 
     )
     app.router.redirect_slashes = False
     app.state.serving = serving
+    app.state.stored_items = StoredItems()
     options = serving.options
     if options.api_keys:
         app.add_middleware(KeyCheck, keys=options.api_keys)

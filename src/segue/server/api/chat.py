@@ -1,8 +1,7 @@
 """POST /v1/chat/completions: a conversation is answered."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -10,24 +9,24 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from segue.answers.outputs import CompletionOutput, Delta, RequestOutput
+from segue.answers.outputs import Delta
 from segue.answers.prompts import EncodedPrompt
 from segue.errors import ParameterError
 from segue.sample.params import SamplingParams
+from segue.server.api.chunks import ChunkWriter, extended
 from segue.server.api.tokenize import CHAT_TEMPLATE
-from segue.server.shared.answers import Answers
 from segue.server.shared.body import Unsupported, read_body
 from segue.server.shared.encoding import check_prompt_logprobs, encode_messages, truncated
+from segue.server.shared.generation import Generation
 from segue.server.shared.http_errors import fields_named
-from segue.server.shared.logprobs import ChatLogprobs, Entry, LogprobWriter, PromptLogprob, prompt_logprobs
+from segue.server.shared.logprobs import ChatLogprobs, PromptLogprob, prompt_logprobs
 from segue.server.shared.options import ServerOptions
-from segue.server.shared.request_id import answer_id
 from segue.server.shared.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, CompletionFields, Count
 from segue.server.shared.serving import SYSTEM_FINGERPRINT, Serving, serving_of
 from segue.server.shared.sse import EventStream, json_when_done, until_done
 from segue.server.shared.structured import check_grammar
 from segue.server.shared.tools.calls import (
-    CallReader,
+    FunctionCall,
     Tool,
     ToolCall,
     ToolCallDelta,
@@ -103,34 +102,6 @@ class ChatRequest(CompletionFields, kw_only=True):
             )
 
 
-class AnswerMessage(msgspec.Struct, kw_only=True):
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-    stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    system_fingerprint: str = SYSTEM_FINGERPRINT
-    usage: Usage
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-
-
 class MessageDelta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -154,38 +125,97 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
-    choices: list[ChatChunkChoice]
+    choices: Sequence[ChatChunkChoice]
     system_fingerprint: str = SYSTEM_FINGERPRINT
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+    def add(self, new: MessageDelta) -> None:
+        if new.content:
+            self.content = (self.content or "") + new.content
+        for call in new.tool_calls or ():
+            self._add_call(call)
+
+    def _add_call(self, new: ToolCallDelta) -> None:
+        """Beside calls, no content is null."""
+        self.content = self.content or None
+        if self.tool_calls is UNSET:
+            self.tool_calls = []
+        if new.id is not UNSET:
+            self.tool_calls.append(ToolCall(id=new.id, function=FunctionCall(name="", arguments="")))
+        function = self.tool_calls[new.index].function
+        function.name += new.function.name or ""
+        function.arguments += new.function.arguments or ""
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None
+    token_ids: list[int] | UnsetType = UNSET
+
+    @classmethod
+    def empty(cls, index: int) -> "ChatChoice":
+        message = AnswerMessage(content="")
+        return cls(index=index, message=message, logprobs=None, finish_reason="", stop_reason=None)
+
+    def add(self, new: ChatChunkChoice) -> None:
+        self.message.add(new.delta)
+        if self.logprobs is None:
+            self.logprobs = new.logprobs
+        elif new.logprobs is not None:
+            self.logprobs.content.extend(new.logprobs.content)
+        if new.finish_reason is not None:
+            self.finish_reason = new.finish_reason
+            self.stop_reason = None if new.stop_reason is UNSET else new.stop_reason
+        self.token_ids = extended(self.token_ids, new.token_ids)
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    system_fingerprint: str = SYSTEM_FINGERPRINT
+    usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+    def add(self, chunk: ChatChunk) -> None:
+        for choice in chunk.choices:
+            self.choices[choice.index].add(choice)
+        self.usage = chunk.usage or self.usage
+        self.prompt_token_ids = chunk.prompt_token_ids or self.prompt_token_ids
+
+
 async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, ChatRequest)
-    writer = await _Writer.start(serving_of(request), body)
+    writer = await _ChatWriter.start(serving_of(request), body)
     if body.stream:
         return EventStream(until_done(writer.chunks()))
     return await json_when_done(request, writer.whole())
 
 
-class _Writer:
-    """One request's answers in the form of this endpoint."""
-
+class _ChatWriter(ChunkWriter[ChatChunkChoice, ChatChunk]):
     def __init__(
-        self, body: ChatRequest, model: str, serving: Serving, tools: ToolUse, answers: Answers
+        self, serving: Serving, body: ChatRequest, model: str, tools: ToolUse, generation: Generation
     ) -> None:
+        super().__init__(serving, body, model, generation, id_prefix="chatcmpl-")
         self._body = body
-        self._answers = answers
-        self._tools = tools
-        self._logprobs = LogprobWriter(
-            serving.llm.get_tokenizer(), as_ids=bool(body.return_tokens_as_token_ids)
-        )
-        self._id = answer_id("chatcmpl-", body.request_id)
-        self._model = model
-        self._created = serving.now()
+        self._readers = [tools.reader() for _ in range(generation.params.n)]
 
     @classmethod
-    async def start(cls, serving: Serving, body: ChatRequest) -> "_Writer":
+    async def start(cls, serving: Serving, body: ChatRequest) -> "_ChatWriter":
         """Raises what is wrong with the request."""
         model = serving.check_model(body.model)
         serving.check_room()
@@ -196,97 +226,57 @@ class _Writer:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         with fields_named({"text": "messages", "prompt_token_ids": "messages"}):
             prompt = await _encode(serving, body, tools, params)
-            answers = Answers(serving, [prompt], params, priority=body.priority or 0)
-        return cls(body, model, serving, tools, answers)
+            generation = Generation(serving, [prompt], params, priority=body.priority or 0)
+        return cls(serving, body, model, tools, generation)
 
     async def whole(self) -> ChatCompletion:
-        (output,) = await self._answers.outputs()
-        return await asyncio.to_thread(self._completion, output)  # there may be many logprobs
-
-    def _completion(self, output: RequestOutput) -> ChatCompletion:
+        indices = range(self._generation.params.n)
         completion = ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(answer) for answer in output.outputs],
-            usage=self._answers.usage,
+            choices=[ChatChoice.empty(index) for index in indices],
+            usage=self._usage,
         )
-        if self._body.prompt_logprobs is not None:
-            completion.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or UNSET
-        if self._body.return_token_ids:
-            completion.prompt_token_ids = output.prompt_token_ids
+        await self.add_to(completion.add)
+        if self._body.prompt_logprobs is not None:  # which are not streamed, and may be many
+            entries = self._generation.prompt_logprobs(0)
+            completion.prompt_logprobs = await asyncio.to_thread(prompt_logprobs, entries)
         return completion
 
-    def _choice(self, answer: CompletionOutput) -> ChatChoice:
-        content, calls = self._echo + answer.text, []
-        if (reader := self._tools.reader()) is not None:
-            content = content_of(reader.push(answer.text, is_last=True))
-            calls = reader.calls
-        message = AnswerMessage(content=content)
-        if calls:
-            message.content = content or None
-            message.tool_calls = calls
-        choice = ChatChoice(
-            index=answer.index,
-            message=message,
-            logprobs=self._chat_logprobs(answer.token_ids, answer.logprobs),
-            finish_reason=_finish_reason(str(answer.finish_reason), bool(calls)),
-            stop_reason=answer.stop_reason,
-        )
-        if self._body.return_token_ids:
-            choice.token_ids = answer.token_ids
-        return choice
-
-    async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
-        readers = {index: self._tools.reader() for index in range(self._answers.params.n)}
-        async with contextlib.aclosing(self._answers.deltas()) as deltas:
-            for index in readers:
-                role = MessageDelta(role="assistant", content=self._echo)
-                chunk = self._chunk([ChatChunkChoice(index=index, delta=role)])
-                if self._body.return_token_ids and index == 0:
-                    chunk.prompt_token_ids = self._answers.prompts[0].token_ids
-                yield chunk
-            async for delta in deltas:
-                choice = self._chunk_choice(delta, readers[delta.index])
-                if choice is not None:
-                    yield self._chunk([choice])
-        if self._body.include_usage:
-            chunk = self._chunk([])
-            chunk.usage = self._answers.usage
+    def _first_chunks(self) -> Iterator[ChatChunk]:
+        for index in range(self._generation.params.n):
+            role = MessageDelta(role="assistant", content=self._echo)
+            chunk = self._chunk([ChatChunkChoice(index=index, delta=role)], self._usage_so_far)
+            if self._body.return_token_ids and index == 0:
+                chunk.prompt_token_ids = self._generation.prompts[0].token_ids
             yield chunk
 
-    def _chunk_choice(self, delta: Delta, reader: CallReader | None) -> ChatChunkChoice | None:
+    async def _choice(self, delta: Delta) -> ChatChunkChoice | None:
         """None when a delta has nothing to show, since its text may be part of a tool call."""
+        reader = self._readers[delta.index]
         is_last = delta.finish_reason is not None
         message = MessageDelta(content=delta.text)
         if reader is not None:
             added = reader.push(delta.text, is_last=is_last)
             message.content = content_of(added) or UNSET
             message.tool_calls = calls_of(added) or UNSET
-        choice = ChatChunkChoice(
-            index=delta.index, delta=message, logprobs=self._chat_logprobs(delta.token_ids, delta.logprobs)
-        )
+        choice = ChatChunkChoice(index=delta.index, delta=message)
+        if delta.logprobs is not None:
+            choice.logprobs = self._logprobs.chat(
+                delta.token_ids, delta.logprobs, self._body.top_logprobs or 0
+            )
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
         if is_last:
-            has_calls = reader is not None and bool(reader.calls)
+            has_calls = reader is not None and bool(reader.names)
             choice.finish_reason = _finish_reason(str(delta.finish_reason), has_calls)
             choice.stop_reason = delta.stop_reason
         has_news = message.content is not UNSET or message.tool_calls is not UNSET
         return choice if has_news or is_last or choice.logprobs or self._body.return_token_ids else None
 
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        usage: Usage | UnsetType | None = None if self._body.include_usage else UNSET
-        if self._body.continuous_usage:
-            usage = self._answers.usage
+    def _chunk(self, choices: Sequence[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
-
-    def _chat_logprobs(
-        self, token_ids: Sequence[int], entries: Sequence[Entry] | None
-    ) -> ChatLogprobs | None:
-        if entries is None:
-            return None
-        return self._logprobs.chat(token_ids, entries, self._body.top_logprobs or 0)
 
     @property
     def _echo(self) -> str:

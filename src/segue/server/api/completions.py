@@ -1,8 +1,7 @@
 """POST /v1/completions: a prompt is continued."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -10,23 +9,20 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from segue.answers.outputs import CompletionOutput, Delta, RequestOutput
-from segue.contract.reports import FinishReason
+from segue.answers.outputs import Delta
 from segue.sample.params import SamplingParams
-from segue.server.shared.answers import Answers
+from segue.server.api.chunks import ChunkWriter, extended
 from segue.server.shared.body import Unsupported, read_body
 from segue.server.shared.encoding import Prompts, encode_prompts
+from segue.server.shared.generation import Generation
 from segue.server.shared.http_errors import fields_named
 from segue.server.shared.logprobs import (
     CompletionLogprobs,
-    Entry,
-    LogprobWriter,
     Positions,
     PromptLogprob,
     prompt_logprobs,
 )
 from segue.server.shared.options import ServerOptions
-from segue.server.shared.request_id import answer_id
 from segue.server.shared.sampling import (
     IGNORED_SAMPLING,
     UNSUPPORTED_SAMPLING,
@@ -88,6 +84,22 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
+    @classmethod
+    def empty(cls, index: int) -> "CompletionChoice":
+        return cls(index=index, text="", logprobs=None, finish_reason=None, stop_reason=None)
+
+    def add(self, new: "CompletionChoice") -> None:
+        self.text += new.text
+        if self.logprobs is None:
+            self.logprobs = new.logprobs
+        elif new.logprobs is not None:
+            self.logprobs.add(new.logprobs)
+        if new.finish_reason is not None:
+            self.finish_reason = new.finish_reason
+            self.stop_reason = new.stop_reason
+        self.prompt_token_ids = new.prompt_token_ids or self.prompt_token_ids
+        self.token_ids = extended(self.token_ids, new.token_ids)
+
 
 class Completion(msgspec.Struct, kw_only=True):
     """The answers, or with stream=true what is new of them."""
@@ -96,36 +108,34 @@ class Completion(msgspec.Struct, kw_only=True):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: Sequence[CompletionChoice]
     system_fingerprint: str = SYSTEM_FINGERPRINT
     usage: Annotated[Usage | UnsetType | None, Meta(description="null until the last chunk")] = UNSET
+
+    def add(self, new: "Completion") -> None:
+        for choice in new.choices:
+            self.choices[choice.index].add(choice)
+        self.usage = new.usage
 
 
 async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionRequest)
-    serving = serving_of(request)
-    writer = await _Writer.start(serving, body)
+    writer = await _CompletionWriter.start(serving_of(request), body)
     if body.stream:
         return EventStream(until_done(writer.chunks()))
     return await json_when_done(request, writer.whole())
 
 
-class _Writer:
-    """One request's answers in the form of this endpoint."""
-
-    def __init__(self, body: CompletionRequest, model: str, serving: Serving, answers: Answers) -> None:
+class _CompletionWriter(ChunkWriter[CompletionChoice, Completion]):
+    def __init__(self, serving: Serving, body: CompletionRequest, model: str, generation: Generation) -> None:
+        super().__init__(serving, body, model, generation, id_prefix="cmpl-")
         self._body = body
-        self._answers = answers
         self._tokenizer = serving.llm.get_tokenizer()
-        self._logprobs = LogprobWriter(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._positions: dict[int, Positions] = {}
         """Of the answers that have begun."""
-        self._id = answer_id("cmpl-", body.request_id)
-        self._model = model
-        self._created = serving.now()
 
     @classmethod
-    async def start(cls, serving: Serving, body: CompletionRequest) -> "_Writer":
+    async def start(cls, serving: Serving, body: CompletionRequest) -> "_CompletionWriter":
         """Raises what is wrong with the request."""
         model = serving.check_model(body.model)
         serving.check_room()
@@ -139,100 +149,81 @@ class _Writer:
                 params,
                 add_special_tokens=body.add_special_tokens is not False,
             )
-            answers = Answers(serving, prompts, params, priority=body.priority or 0)
-        return cls(body, model, serving, answers)
+            generation = Generation(serving, prompts, params, priority=body.priority or 0)
+        return cls(serving, body, model, generation)
 
     async def whole(self) -> Completion:
-        outputs = await self._answers.outputs()
-        # There may be many logprobs: not on the event loop.
-        return self._completion(await asyncio.to_thread(self._choices, outputs), self._usage)
+        num_answers = len(self._generation.prompts) * self._generation.params.n
+        completion = self._chunk([CompletionChoice.empty(index) for index in range(num_answers)], UNSET)
+        await self.add_to(completion.add)
+        if self._body.prompt_logprobs is not None:  # which are not streamed, and may be many
+            await asyncio.to_thread(self._add_prompt_logprobs, completion)
+        return completion
 
-    def _choices(self, outputs: Sequence[RequestOutput]) -> list[CompletionChoice]:
-        return [
-            self._choice(prompt * self._answers.params.n + answer.index, output, answer)
-            for prompt, output in enumerate(outputs)
-            for answer in output.outputs
-        ]
+    def _add_prompt_logprobs(self, completion: Completion) -> None:
+        n = self._generation.params.n
+        for prompt in range(len(self._generation.prompts)):
+            logprobs = prompt_logprobs(self._generation.prompt_logprobs(prompt))
+            for choice in completion.choices[prompt * n : (prompt + 1) * n]:
+                choice.prompt_logprobs = logprobs
 
-    async def chunks(self) -> AsyncGenerator[Completion, None]:
-        usage: Usage | UnsetType | None = None if self._body.include_usage else UNSET
-        async with contextlib.aclosing(self._answers.deltas()) as deltas:
-            async for delta in deltas:
-                if self._body.continuous_usage:
-                    usage = self._usage
-                yield self._completion([self._delta_choice(delta)], usage)
-        if self._body.include_usage:
-            yield self._completion([], self._usage)
+    async def _choice(self, delta: Delta) -> CompletionChoice:
+        index = delta.index
+        if index in self._positions:
+            return self._new_tokens(delta)
+        prompt = index // self._generation.params.n
+        choice = CompletionChoice.empty(index)
+        if self._body.echo:  # in a thread, since the prompt may have many logprobs
+            choice = await asyncio.to_thread(self._echoed, index, prompt)
+        if self._body.return_token_ids:
+            choice.prompt_token_ids = self._generation.prompts[prompt].token_ids
+        hidden = self._tokenizer.special_ids if self._generation.params.skip_special_tokens else ()
+        self._positions[index] = Positions(self._tokenizer, len(choice.text), hidden=hidden)
+        choice.add(self._new_tokens(delta))
+        return choice
+
+    def _new_tokens(self, delta: Delta) -> CompletionChoice:
+        """An answer's. The one that is drawn so that there are logprobs of the prompt is not shown."""
+        choice = CompletionChoice.empty(delta.index)
+        token_ids, entries = delta.token_ids, delta.logprobs
+        if self._body.is_only_echo:
+            token_ids, entries = [], None if entries is None else []
+        else:
+            choice.text = delta.text
+        if delta.finish_reason is not None:
+            choice.finish_reason = "length" if self._body.is_only_echo else str(delta.finish_reason)
+            choice.stop_reason = None if self._body.is_only_echo else delta.stop_reason
+        if entries is not None:
+            positions = [self._positions[delta.index].take(token) for token in token_ids]
+            choice.logprobs = self._logprobs.completion(token_ids, entries, positions)
+        if self._body.return_token_ids:
+            choice.token_ids = token_ids
+        return choice
+
+    def _echoed(self, index: int, prompt: int) -> CompletionChoice:
+        """The prompt, as the beginning of an answer."""
+        encoded = self._generation.prompts[prompt]
+        text = encoded.text
+        if text is None or self._body.truncate_prompt_tokens is not None:
+            text = self._tokenizer.decode(encoded.token_ids, skip_special_tokens=False)
+        choice = CompletionChoice.empty(index)
+        choice.text = text
+        if self._body.logprobs is not None:
+            entries = self._generation.prompt_logprobs(prompt)
+            positions = self._prompt_positions(encoded.token_ids, text)
+            choice.logprobs = self._logprobs.completion(encoded.token_ids, entries, positions)
+        return choice
+
+    def _chunk(self, choices: Sequence[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     @property
     def _usage(self) -> Usage:
         """The token that is drawn so that there are logprobs of the prompt is nobody's."""
-        usage = self._answers.usage
+        usage = super()._usage
         if not self._body.is_only_echo:
             return usage
         return msgspec.structs.replace(usage, completion_tokens=0, total_tokens=usage.prompt_tokens)
-
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
-        return Completion(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
-
-    def _choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
-        choice = self._new_choice(index, answer.text, answer.token_ids, answer.logprobs)
-        self._end(choice, answer.finish_reason, answer.stop_reason)
-        if self._body.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or UNSET
-        return choice
-
-    def _delta_choice(self, delta: Delta) -> CompletionChoice:
-        choice = self._new_choice(delta.index, delta.text, delta.token_ids, delta.logprobs)
-        if delta.finish_reason is not None:
-            self._end(choice, delta.finish_reason, delta.stop_reason)
-        return choice
-
-    def _end(
-        self, choice: CompletionChoice, reason: FinishReason | None, stop_reason: int | str | None
-    ) -> None:
-        is_only_echo = self._body.is_only_echo
-        choice.finish_reason = "length" if is_only_echo else str(reason)
-        choice.stop_reason = None if is_only_echo else stop_reason
-
-    def _new_choice(
-        self, index: int, text: str, token_ids: list[int], entries: Sequence[Entry] | None
-    ) -> CompletionChoice:
-        """New tokens of an answer, the prompt before the first ones if it is echoed."""
-        if self._body.is_only_echo:
-            text, token_ids, entries = "", [], None if entries is None else []
-        is_first = index not in self._positions
-        prompt = index // self._answers.params.n
-        prompt_ids = self._answers.prompts[prompt].token_ids
-        echoed = self._prompt_text(prompt) if self._body.echo else ""
-        if is_first:
-            hidden = self._tokenizer.special_ids if self._answers.params.skip_special_tokens else ()
-            self._positions[index] = Positions(self._tokenizer, len(echoed), hidden=hidden)
-        logprobs = None
-        if entries is not None:
-            scored_ids: list[int] = token_ids
-            scored: list[Entry | None] = list(entries)
-            positions = [self._positions[index].take(token) for token in token_ids]
-            if is_first and self._body.echo:
-                scored_ids = prompt_ids + scored_ids
-                scored = [*(self._answers.output(prompt).prompt_logprobs or ()), *scored]
-                positions = self._prompt_positions(prompt_ids, echoed) + positions
-            logprobs = self._logprobs.completion(scored_ids, scored, positions)
-        text = echoed + text if is_first else text
-        choice = CompletionChoice(
-            index=index, text=text, logprobs=logprobs, finish_reason=None, stop_reason=None
-        )
-        if self._body.return_token_ids:
-            choice.token_ids = token_ids
-            if is_first:
-                choice.prompt_token_ids = prompt_ids
-        return choice
-
-    def _prompt_text(self, prompt: int) -> str:
-        encoded = self._answers.prompts[prompt]
-        if encoded.text is not None and self._body.truncate_prompt_tokens is None:
-            return encoded.text
-        return self._tokenizer.decode(encoded.token_ids, skip_special_tokens=False)
 
     def _prompt_positions(self, ids: Sequence[int], text: str) -> list[int]:
         """The token that the model wants first is not in a text that was given without it."""

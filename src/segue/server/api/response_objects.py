@@ -44,7 +44,7 @@ class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="func
     status: Status = "in_progress"
 
 
-Item = MessageItem | FunctionCallItem
+OutputItem = MessageItem | FunctionCallItem
 
 
 class InputTokensDetails(msgspec.Struct, kw_only=True):
@@ -105,7 +105,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[Item] = []
+    output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: None = None
     reasoning: None = None
@@ -152,12 +152,12 @@ class Failed(ResponseEvent, tag="response.failed"):
 
 class ItemAdded(Event, kw_only=True, tag="response.output_item.added"):
     output_index: int
-    item: Item
+    item: OutputItem
 
 
 class ItemDone(Event, kw_only=True, tag="response.output_item.done"):
     output_index: int
-    item: Item
+    item: OutputItem
 
 
 class PartAdded(Event, kw_only=True, tag="response.content_part.added"):

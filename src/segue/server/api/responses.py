@@ -28,13 +28,13 @@ from segue.server.api.response_objects import (
     IncompleteDetails,
     InProgress,
     InputTokensDetails,
-    Item,
     ItemAdded,
     ItemDone,
     JsonObjectText,
     JsonSchemaText,
     MessageItem,
     NamedFunction,
+    OutputItem,
     OutputText,
     OutputTokensDetails,
     PartAdded,
@@ -49,9 +49,10 @@ from segue.server.api.response_objects import (
     TextDone,
     TextSettings,
 )
-from segue.server.shared.answers import Answers
+from segue.server.api.stored_items import StoredItems, stored_items_of
 from segue.server.shared.body import Unsupported, read_body
 from segue.server.shared.encoding import encode_messages
+from segue.server.shared.generation import Generation
 from segue.server.shared.http_errors import error_of, fields_named
 from segue.server.shared.logprobs import LogprobWriter, TokenLogprob
 from segue.server.shared.options import ServerOptions
@@ -71,7 +72,6 @@ from segue.server.shared.tools.calls import (
 )
 from segue.server.shared.tools.reader import Content
 from segue.server.shared.usage import Usage
-from segue.server.stored_items import StoredItems
 
 LOGPROBS = "message.output_text.logprobs"
 """In `include`: the answer's logprobs."""
@@ -137,28 +137,33 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
 async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest)
-    writer = await _Writer.start(serving_of(request), body)
+    writer = await _ResponseWriter.start(serving_of(request), body, stored_items_of(request))
     if body.stream:
         return EventStream(writer.stream())
     return await json_when_done(request, writer.whole())
 
 
-class _Writer:
+class _ResponseWriter:
     """One request's answer in the form of this endpoint."""
 
     def __init__(
-        self, body: ResponsesRequest, response: ResponseObject, serving: Serving, answers: Answers
+        self,
+        body: ResponsesRequest,
+        response: ResponseObject,
+        serving: Serving,
+        stored: StoredItems,
+        generation: Generation,
     ) -> None:
         self._body = body
-        self._answers = answers
-        self._stored = serving.stored_items
+        self._generation = generation
+        self._stored = stored
         self._response = response
         self._logprobs = LogprobWriter(serving.llm.get_tokenizer(), as_ids=False)
         self._tools = _tool_use(serving, body)
         self._num_events = 0
 
     @classmethod
-    async def start(cls, serving: Serving, body: ResponsesRequest) -> "_Writer":
+    async def start(cls, serving: Serving, body: ResponsesRequest, stored: StoredItems) -> "_ResponseWriter":
         """Raises what is wrong with the request."""
         model = serving.check_model(body.model)
         serving.check_room()
@@ -168,11 +173,9 @@ class _Writer:
         if tools.needs_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         with fields_named({"text": "input", "messages": "input", "prompt_token_ids": "input"}):
-            ids = await encode_messages(
-                serving, _messages(body, serving.stored_items), tools=tools.for_template
-            )
+            ids = await encode_messages(serving, _messages(body, stored), tools=tools.for_template)
             prompt = EncodedPrompt(text=None, token_ids=ids, cache_salt=body.cache_salt)
-            answers = Answers(serving, [prompt], params, priority=body.priority or 0)
+            generation = Generation(serving, [prompt], params, priority=body.priority or 0)
         response = ResponseObject(
             id=answer_id("resp_", body.request_id),
             created_at=serving.now(),
@@ -188,7 +191,7 @@ class _Writer:
             tools=body.tools or [],
             top_p=params.top_p,
         )
-        return cls(body, response, serving, answers)
+        return cls(body, response, serving, stored, generation)
 
     async def whole(self) -> ResponseObject:
         async with contextlib.aclosing(self._events()) as events:
@@ -226,7 +229,7 @@ class _Writer:
         yield InProgress(response=self._response)
         items = _Items(self._response.output)
         reader = self._tools.reader()
-        async with contextlib.aclosing(self._answers.deltas()) as deltas:
+        async with contextlib.aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
                 is_last = delta.finish_reason is not None
                 logprobs = self._text_logprobs(delta)
@@ -242,7 +245,7 @@ class _Writer:
 
     def _end(self, last: Delta) -> ResponseEvent:
         response = self._response
-        response.usage = _usage(self._answers.usage)
+        response.usage = _usage(self._generation.usage)
         if response.store:
             for item in response.output:
                 self._stored.keep(item)
@@ -263,7 +266,7 @@ class _Writer:
 class _Items:
     """Grows the items of a response, the last of which is open, and tells by which events."""
 
-    def __init__(self, items: list[Item]) -> None:
+    def __init__(self, items: list[OutputItem]) -> None:
         self._items = items
         self._is_open = False
 
@@ -288,7 +291,7 @@ class _Items:
             yield from self._open(MessageItem(id=new_id("msg_")))
         yield from self._close(status)
 
-    def _open(self, item: Item) -> Iterator[Event]:
+    def _open(self, item: OutputItem) -> Iterator[Event]:
         yield from self._close("completed")
         self._items.append(item)
         self._is_open = True

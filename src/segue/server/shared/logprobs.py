@@ -38,6 +38,13 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     tokens: list[str]
     top_logprobs: list[dict[str, float] | None]
 
+    def add(self, new: "CompletionLogprobs") -> None:
+        """Those of the tokens that follow."""
+        self.text_offset += new.text_offset
+        self.token_logprobs += new.token_logprobs
+        self.tokens += new.tokens
+        self.top_logprobs += new.top_logprobs
+
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float
@@ -123,10 +130,8 @@ class LogprobWriter:
             return f"bytes:{data.decode(errors='backslashreplace')}"
 
 
-def prompt_logprobs(entries: Sequence[Entry | None] | None) -> list[dict[str, PromptLogprob] | None] | None:
+def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, PromptLogprob] | None]:
     """In vLLM's form, by token id."""
-    if entries is None:
-        return None
     return [
         None
         if entry is None

@@ -133,7 +133,8 @@ class CompletionFields(SamplingFields, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        """Whether the last chunk tells it. That of a whole answer does."""
+        return not self.stream or bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:

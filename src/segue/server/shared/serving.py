@@ -14,7 +14,6 @@ from segue.server.shared.http_errors import HttpError
 from segue.server.shared.metrics import Metrics
 from segue.server.shared.options import ServerOptions, ToolFormat
 from segue.server.shared.tools.formats import tool_format_of
-from segue.server.stored_items import StoredItems
 
 log = logging.getLogger("segue.server")
 
@@ -34,7 +33,6 @@ class Serving:
         self.model_names = options.served_model_names or (model,)
         self.created = self.now()
         self.metrics = Metrics(self.model_name)
-        self.stored_items = StoredItems()
         self._warnings: set[str] = set()
 
     @property

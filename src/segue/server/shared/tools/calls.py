@@ -137,8 +137,8 @@ class CallReader:
         self._use = use
         self._format = format
         self._reader = READERS[format]([tool.function.name for tool in use.tools])
-        self.calls: list[ToolCall] = []
-        """So far."""
+        self.names: list[str] = []
+        """Of what was called so far."""
 
     def push(self, text: str, *, is_last: bool) -> list[Content | ToolCallDelta]:
         """What more text adds, in order. Raises ToolNotCalled at the end."""
@@ -151,7 +151,7 @@ class CallReader:
             if isinstance(piece, Content) or self._use.parallel or piece.index == 0
         ]
         if is_last:
-            self._use.check([call.function.name for call in self.calls])
+            self._use.check(self.names)
         return added
 
     def _added(self, piece: Piece) -> Content | ToolCallDelta:
@@ -159,12 +159,10 @@ class CallReader:
             case Content():
                 return piece
             case CallStart():
-                call = ToolCall(id=self._new_id(), function=FunctionCall(name=piece.name, arguments=""))
-                self.calls.append(call)
+                self.names.append(piece.name)
                 function = FunctionCallDelta(name=piece.name, arguments="")
-                return ToolCallDelta(index=piece.index, id=call.id, type="function", function=function)
+                return ToolCallDelta(index=piece.index, id=self._new_id(), type="function", function=function)
             case CallArguments():
-                self.calls[piece.index].function.arguments += piece.text
                 return ToolCallDelta(index=piece.index, function=FunctionCallDelta(arguments=piece.text))
 
     def _new_id(self) -> str:
@@ -191,4 +189,11 @@ def content_of(added: Sequence[Content | ToolCallDelta]) -> str:
 
 
 def calls_of(added: Sequence[Content | ToolCallDelta]) -> list[ToolCallDelta]:
-    return [each for each in added if isinstance(each, ToolCallDelta)]
+    """One for each call: clients take the first chunk of a call as it is."""
+    calls: dict[int, ToolCallDelta] = {}
+    for each in added:
+        if isinstance(each, ToolCallDelta):
+            first = calls.setdefault(each.index, each)
+            if first is not each:
+                first.function.arguments = (first.function.arguments or "") + (each.function.arguments or "")
+    return list(calls.values())

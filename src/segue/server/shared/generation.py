@@ -1,11 +1,11 @@
-"""The answers to the prompts of one HTTP request: the engine's streams as one, counted and measured."""
+"""What is generated for one HTTP request: the engine's streams as one, counted and measured."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from segue.answers.outputs import Delta, RequestOutput
+from segue.answers.outputs import Delta, Logprob
 from segue.answers.prompts import EncodedPrompt
 from segue.contract.reports import FinishReason
 from segue.errors import RequestFailed
@@ -18,8 +18,8 @@ MAX_WAITING_DELTAS = 64
 """Of several prompts together; beyond, each stream merges what is not read."""
 
 
-class Answers:
-    """Started when made. Answer `i` to prompt `p` has the index `p·n + i`."""
+class Generation:
+    """The answers to a request's prompts, started when made. Answer `i` to prompt `p` has the index `p·n + i`."""
 
     def __init__(
         self, serving: Serving, prompts: Sequence[EncodedPrompt], params: SamplingParams, *, priority: int = 0
@@ -31,8 +31,7 @@ class Answers:
         self._metrics = serving.metrics
         self._completion_tokens = 0
         self._streams: list[AnswerStream[Delta]] = []
-        self._outputs: dict[int, RequestOutput] = {}
-        """By prompt, those that are complete."""
+        self._cached_tokens = 0
         try:
             for prompt in prompts:
                 self._streams.append(serving.llm.deltas(prompt, params, priority=priority))
@@ -48,27 +47,22 @@ class Answers:
                 self._completion_tokens += len(delta.token_ids)
                 yield delta
 
-    async def outputs(self) -> list[RequestOutput]:
-        """All answers, when they are complete, in the order of the prompts."""
-        async with contextlib.aclosing(self.deltas()) as deltas:
-            async for _ in deltas:
-                pass
-        return [self._outputs[p] for p in range(len(self.prompts))]
-
-    def output(self, prompt: int) -> RequestOutput:
-        """What there is so far for a prompt."""
-        return self._outputs[prompt] if prompt in self._outputs else self._streams[prompt].output
+    def prompt_logprobs(self, prompt: int) -> Sequence[dict[int, Logprob] | None]:
+        """One for each of a prompt's tokens, which its first delta brings if they were asked for; else None."""
+        entries = self._streams[prompt].output.prompt_logprobs
+        return [None] * len(self.prompts[prompt].token_ids) if entries is None else entries
 
     @property
     def usage(self) -> Usage:
-        """So far. Cached tokens are known when the answers are complete."""
+        """So far. The cached tokens of a prompt are known with the last delta of its answers."""
         return usage_of(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=self._completion_tokens,
-            cached_tokens=sum(output.num_cached_tokens for output in self._outputs.values()),
+            cached_tokens=self._cached_tokens,
         )
 
     async def _deltas_of(self, prompt: int, stream: AnswerStream[Delta]) -> AsyncGenerator[Delta, None]:
+        num_open = self.params.n
         seen = self._metrics.request_started(self.params, len(self.prompts[prompt].token_ids))
         try:
             async for delta in stream:
@@ -76,9 +70,11 @@ class Answers:
                 if delta.finish_reason is FinishReason.ERROR:
                     raise RequestFailed(f"the request failed: {delta.error}")
                 delta.index += prompt * self.params.n
+                num_open -= delta.finish_reason is not None
+                if num_open == 0:
+                    self._cached_tokens += stream.output.num_cached_tokens
+                    seen.ended(stream.output)
                 yield delta
-            self._outputs[prompt] = stream.output
-            seen.ended(stream.output)
         except Exception:
             seen.failed()
             raise

@@ -7,8 +7,9 @@ from collections import OrderedDict
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
-from segue.server.api.response_objects import Item
+from segue.server.api.response_objects import OutputItem
 
 MAX_BYTES = 64 << 20
 
@@ -22,7 +23,7 @@ class StoredItems:
         self._items: OrderedDict[str, bytes] = OrderedDict()
         """The one that was of use longest ago first."""
 
-    def keep(self, item: Item) -> None:
+    def keep(self, item: OutputItem) -> None:
         data = msgspec.json.encode(item)
         self._items[item.id] = data
         self._num_bytes += len(data)
@@ -37,3 +38,10 @@ class StoredItems:
             return None
         self._items.move_to_end(item_id)
         return msgspec.json.decode(data, type=dict[str, Any])
+
+
+def stored_items_of(request: Request) -> StoredItems:
+    """Of the application that a request belongs to."""
+    stored = request.app.state.stored_items
+    assert isinstance(stored, StoredItems)
+    return stored
