@@ -109,13 +109,13 @@ def test_stop_string_cuts_text_and_tokens_and_aborts(include: bool, text: str) -
     second = made.process([output])
     assert second.aborts == ["r"]
     assert second.deltas[0].finish_reason == "stop"
-    output = made.pop("r")
-    answer = output.outputs[0]
+    whole = made.pop("r")
+    answer = whole.outputs[0]
     assert (answer.text, answer.token_ids, answer.stop_reason) == (text, ids("xystop"), "stop")
     assert answer.logprobs is not None
     assert len(answer.logprobs) == len(answer.token_ids)
     assert answer.cumulative_logprob == -0.5 * len(answer.token_ids)
-    assert output.num_cached_tokens == 7
+    assert whole.num_cached_tokens == 7
 
 
 def test_stop_string_in_the_engines_last_output_needs_no_abort() -> None:

@@ -206,7 +206,7 @@ def test_chat_remembers_and_forgets(segue: Command, tiny: tuple[str, ...], tiny_
 
     params = SamplingParams(temperature=0.0, max_tokens=4, seed=0)
     messages: list[dict[str, object]] = []
-    expected = []
+    expected: list[str] = []
     for text in ("the hen", "on", "the hen"):
         if len(expected) == 2:
             messages = []
@@ -258,8 +258,8 @@ def test_inspect_does_not_steer_the_terminal(segue: Command, tmp_path: Path) -> 
     assert r"\x1b[2J\nboo" in out
     assert "characters)" in out
     path.write_bytes(gguf([entry("general.architecture", STRING, string("evil\x1b[2J\0\u202e"))]))
-    for arguments in (("inspect",), ("inspect", "--json"), ("run", "--raw")):
-        _, out, err = segue(arguments[0], str(path), *arguments[1:], *["hi"] * (arguments[0] == "run"))
+    for command, *rest in (("inspect",), ("inspect", "--json"), ("run", "hi", "--raw")):
+        _, out, err = segue(command, str(path), *rest)
         assert "evil" in out + err
         assert all(line.isprintable() for line in (out + err).splitlines())
 

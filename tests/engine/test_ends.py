@@ -52,7 +52,7 @@ def begin(engine: EngineClient) -> None:
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_killed_around_a_call(tiny_path: Path, call: str, moment: str) -> None:
     """Whether the engine has heard of it or not, it comes out as if nothing had happened."""
-    seen = []
+    seen: list[dict[str, list[Any]]] = []
     with contextlib.closing(EngineProcess(args(tiny_path), max_restarts=5)) as engine:
         for kills in (False, True):
             begin(engine)

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from typing import Any
+from collections.abc import Sequence
 
 from segue.contract.step import ForwardResult, SeqStep
 from segue.host import child
@@ -13,7 +13,9 @@ DEADLY = 11
 if __name__ == "__main__":
     forward = ReferenceExecutor.forward
 
-    def deadly(self: ReferenceExecutor, seqs: list[SeqStep], copies: Any = ()) -> ForwardResult:
+    def deadly(
+        self: ReferenceExecutor, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()
+    ) -> ForwardResult:
         if any(DEADLY in seq.tokens for seq in seqs):
             os.kill(os.getpid(), signal.SIGKILL)
         return forward(self, seqs, copies)

@@ -2,8 +2,8 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from segue.contract.step import ForwardResult, SeqStep
 from segue.host import child
@@ -12,7 +12,9 @@ from segue.runtime.reference import ReferenceExecutor
 if __name__ == "__main__":
     forward = ReferenceExecutor.forward
 
-    def patient(self: ReferenceExecutor, seqs: list[SeqStep], copies: Any = ()) -> ForwardResult:
+    def patient(
+        self: ReferenceExecutor, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()
+    ) -> ForwardResult:
         Path(os.environ["SEGUE_TEST_BEGUN"]).touch()
         while not Path(os.environ["SEGUE_TEST_GATE"]).exists():
             time.sleep(0.01)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -242,13 +242,14 @@ def test_ids_are_known_here(engine: EngineProcess) -> None:
     with pytest.raises(ParameterError, match="in use"):
         engine.fork("a", "a")
     engine.end_input("a")
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: engine.add_chunk("a", [5], PARAMS),
         lambda: engine.truncate("a", 0),
         lambda: engine.fork("a", "b"),
         lambda: engine.end_input("a"),
         lambda: engine.end_input("unknown"),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(ParameterError, match="open input"):
             call()
     engine.abort_request("unknown")

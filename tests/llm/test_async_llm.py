@@ -589,7 +589,8 @@ def test_input_that_outgrows_the_model(llm: AsyncLLM) -> None:
 
 def test_input_without_a_chunk_and_with_an_empty_first_one(llm: AsyncLLM) -> None:
     async def nothing() -> AsyncIterator[StreamingInput]:
-        for chunk in ():
+        chunks: tuple[StreamingInput, ...] = ()
+        for chunk in chunks:
             yield chunk
 
     async def empty() -> AsyncIterator[StreamingInput]:

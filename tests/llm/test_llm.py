@@ -23,6 +23,7 @@ from segue import (
     SamplingParams,
     TokensPrompt,
 )
+from segue.answers.outputs import Prompt
 from segue.args import EngineOptions
 from segue.contract.reports import EngineOutput
 from segue.contract.step import ForwardResult, SeqStep
@@ -73,17 +74,14 @@ def test_output_has_vllms_shape(tiny_llm: LLM) -> None:
 
 def test_prompts_of_every_kind_mean_the_same(tiny_llm: LLM) -> None:
     token_ids = tiny_llm.get_tokenizer().encode("the hen")
-    outputs = tiny_llm.generate(
-        [
-            "the hen",
-            {"prompt": "the hen"},
-            {"prompt_token_ids": token_ids},
-            TokensPrompt(prompt_token_ids=tuple(token_ids), prompt="for the record"),
-            {"prompt": "the hen", "cache_salt": "other"},
-        ],
-        GREEDY,
-        use_tqdm=False,
-    )
+    prompts: list[Prompt] = [
+        "the hen",
+        {"prompt": "the hen"},
+        {"prompt_token_ids": token_ids},
+        TokensPrompt(prompt_token_ids=tuple(token_ids), prompt="for the record"),
+        {"prompt": "the hen", "cache_salt": "other"},
+    ]
+    outputs = tiny_llm.generate(prompts, GREEDY, use_tqdm=False)
     assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(token_ids)}
     assert len({output.outputs[0].text for output in outputs}) == 1
     assert [output.prompt for output in outputs] == ["the hen", "the hen", None, "for the record", "the hen"]

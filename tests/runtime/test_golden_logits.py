@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ from segue.runtime.reference import ReferenceExecutor
 from segue.weights.gguf import load_gguf
 
 FloatArray = npt.NDArray[np.float32]
-Golden = dict[str, FloatArray]
+Golden = dict[str, npt.NDArray[Any]]
+"""Of logits and of ids."""
 LogitsOf = Callable[[Sequence[int]], FloatArray]
 
 NUM_PROMPTS = 6

@@ -190,10 +190,13 @@ def test_a_guide_lives_as_long_as_its_answer(guides: GrammarGuides) -> None:
 def test_requests_with_one_grammar_share_what_is_compiled(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = []
-    monkeypatch.setattr(
-        guide_module, "Grammar", lambda *arguments: made.append(arguments) or Grammar(*arguments)
-    )
+    made: list[Grammar] = []
+
+    def make(*arguments: Any) -> Grammar:
+        made.append(Grammar(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(guide_module, "Grammar", make)
     guides = GrammarGuides(tokenizer)
     samplings = [grammar(regex="[ab]+") for _ in range(4)]
     for each in samplings:

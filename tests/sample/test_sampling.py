@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segue import _native
-from segue.contract.step import Sampling
+from segue.contract.step import Sampling, TokenLogprobs
 from segue.sample import reference
 from tests.sample import native
 
@@ -282,7 +282,7 @@ def test_logits_are_left_alone(sample_row: Sampler) -> None:
 )
 def test_row_logprobs(row_logprobs: Callable[..., object]) -> None:
     logprobs = row_logprobs(np.log(row(0.1, 0.4, 0.1, 0.4)) + 7, 2, 3)
-    assert isinstance(logprobs, reference.TokenLogprobs)
+    assert isinstance(logprobs, TokenLogprobs)
     assert logprobs.logprob == pytest.approx(math.log(0.1), abs=1e-6)
     assert logprobs.rank == 3  # strictly more likely: 1 and 3
     assert logprobs.top_ids == (1, 3, 0)

@@ -20,7 +20,7 @@ def test_turns_equal_plain_runs_of_the_history(smollm2_llm: LLM) -> None:
             prompt = session.token_ids
             answer = session.respond(GREEDY)
             entries = [entry for delta in answer for entry in delta.logprobs or ()]
-            plain = smollm2_llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)[0].outputs[0]
+            plain = smollm2_llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0]
             assert session.token_ids == prompt + plain.token_ids
             assert entries == plain.logprobs
             assert answer.read(None).text == plain.text

@@ -60,15 +60,14 @@ def test_a_stop_string_is_not_history(smollm2_llm: LLM) -> None:
             session.append("Count: one, two,")
             whole = session.fork().respond(GREEDY).text()
             stop = whole[len(whole) // 2 :][:6]
-            prompt = session.commit() or session.token_ids
+            session.commit()
+            prompt = session.token_ids
             text = session.respond(SamplingParams(temperature=0, stop=stop)).text()
             assert text == whole[: whole.index(stop)]
             assert tokenizer.decode(session.token_ids[len(prompt) :]) == text
             session.append(" And so on,")
             session.commit()
-            plain = smollm2_llm.generate([{"prompt_token_ids": session.token_ids}], GREEDY, use_tqdm=False)[
-                0
-            ].outputs[0]
+            plain = smollm2_llm.generate(session.token_ids, GREEDY, use_tqdm=False)[0].outputs[0]
             answer = session.respond(GREEDY)
             assert answer.text() == plain.text
             assert answer.read().logprobs == plain.logprobs
@@ -78,7 +77,8 @@ def test_a_stop_string_is_not_history(smollm2_llm: LLM) -> None:
 def test_text_held_back_for_a_stop_string_is_not_history_when_interrupted(smollm2_llm: LLM) -> None:
     with smollm2_llm.session() as session:
         session.append("Count: one, two,")
-        before = session.commit() or session.token_ids
+        session.commit()
+        before = session.token_ids
         first = session.fork().respond(GREEDY).text()
         answer = session.respond(SamplingParams(temperature=0, stop=first[:40] + "#"))
         deltas = [next(answer), next(answer)]
@@ -242,7 +242,7 @@ def test_progress_says_that_there_will_be_none() -> None:
         loop = EngineLoop(world.engine)
         try:
             session = SessionManager(loop, TOKENIZER).open()
-            world.executor.fail_next = True
+            world.executor.fail_next = Failure.BEFORE_COPIES
             session.append("hi stop")
             with pytest.raises(RequestFailed):
                 await computed(session)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from segue.answers.outputs import Delta
+from segue.answers.outputs import Delta, TokensPrompt
 from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineStats
 from segue.errors import CapacityError, SessionClosed, SessionError
@@ -76,7 +76,9 @@ def test_streamed_input_equals_the_whole_text(
     smollm2_path: Path, smollm2_llm: LLM, params: SamplingParams
 ) -> None:
     rng = random.Random(3)
-    prompts = [{"prompt_token_ids": smollm2_llm.get_tokenizer().encode(text)} for text in TEXTS.values()]
+    prompts = [
+        TokensPrompt(prompt_token_ids=smollm2_llm.get_tokenizer().encode(text)) for text in TEXTS.values()
+    ]
     plain = [output.outputs[0] for output in smollm2_llm.generate(prompts, params, use_tqdm=False)]
 
     async def run() -> None:
@@ -137,9 +139,7 @@ def test_turns_forks_and_interruptions_see_exactly_what_was_delivered(
             results = await asyncio.gather(read(session.respond(GREEDY)), read(fork.respond(GREEDY)))
             for one, (ids, logprobs) in zip((session, fork), results, strict=True):
                 prompt = one.token_ids[: len(one.token_ids) - len(ids)]
-                plain = smollm2_llm.generate([{"prompt_token_ids": prompt}], GREEDY, use_tqdm=False)[
-                    0
-                ].outputs[0]
+                plain = smollm2_llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0]
                 assert ids == plain.token_ids
                 assert logprobs == plain.logprobs
 

@@ -1,7 +1,7 @@
 """What a session tells its engine, without an engine."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 
 import pytest
@@ -152,7 +152,12 @@ def test_a_conversation_keeps_what_was_delivered(tokenizer: Tokenizer) -> None:
 def test_phases(tokenizer: Tokenizer) -> None:
     state = SessionState(turn=ChatTurn(tokenizer, [], "user", NOW), max_model_len=4096)
     committed = state.append("Hi").commit()
-    for operation in (lambda: committed.append("x"), lambda: committed.revise("x"), committed.commit):
+    refused: list[Callable[[], object]] = [
+        lambda: committed.append("x"),
+        lambda: committed.revise("x"),
+        committed.commit,
+    ]
+    for operation in refused:
         with pytest.raises(SessionError, match="committed"):
             operation()
     answering = committed.reopen().append(" there").respond(SamplingParams())

@@ -246,7 +246,7 @@ def main() -> int:
     seeds = range(int(first), int(last or first) + 1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     if not args.whole_time:
-        sandbox.MAX_WORK = WORK  # type: ignore[misc]
+        sandbox.MAX_WORK = WORK
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     failed = 0
     for template in (*BOMBS, *map(_random_template, seeds)):

@@ -394,7 +394,7 @@ def test_only_after_a_text(small: Tokenizer) -> None:
         encode_turn(small, messages, after=0)
 
 
-ROLES = """\
+THREE_ROLES = """\
 {%- for message in messages %}
 {%- if message.role in ['system', 'user', 'assistant'] %}
 {{- '<|im_start|>' + message.content + '<|im_end|>' }}
@@ -418,7 +418,7 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}
     ],
 )
 def test_what_a_template_would_leave_out_is_refused(message: Message, what: str) -> None:
-    tokenizer = small_tokenizer({"tokenizer.chat_template": ROLES})
+    tokenizer = small_tokenizer({"tokenizer.chat_template": THREE_ROLES})
     for _ in range(2):  # what showed before is not looked for again, what did not is
         for rest in ([], _user("c")):
             with pytest.raises(ParameterError, match=f"no place for the {what}"):
