@@ -317,10 +317,10 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 def test_it_gives_up(tiny_path: Path, no_child: pytest.MonkeyPatch) -> None:
     no_child.undo()
     with contextlib.closing(EngineProcess(args(tiny_path), max_restarts=2)) as engine:
-        engine.add_request("a", [5, 6, 7], PARAMS)
         no_child.setattr(connection, "CHILD_MODULE", "tests.engine.no_such_child")
-        question = engine.ask_snapshot()
-        with stopped(engine):
+        with stopped(engine):  # so that neither is answered
+            engine.add_request("a", [5, 6, 7], PARAMS)
+            question = engine.ask_snapshot()
             kill(engine)
         with pytest.raises(EngineDead, match=r"started again 2 times in a row"):
             drain(engine)
@@ -381,7 +381,7 @@ def test_a_file_that_is_damaged_and_whole_again(
             engine.check_alive()
         engine.add_request("b", [5], PARAMS)
         engine.fork("idle", "c")
-        refused = []
+        refused: list[EngineOutput] = []
         while len(refused) < 4:
             refused += [each for each in engine.step() if each.finish_reason is FinishReason.ERROR]
         assert {each.request_id for each in refused} == {"idle", "a", "b", "c"}
