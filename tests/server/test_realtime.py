@@ -15,10 +15,12 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from segue import LLM, AsyncLLM, SamplingParams
-from segue.server.realtime import event_log, session
+from segue.server.realtime import event_log
 from segue.server.realtime.client_events import AnyClientEvent
 from segue.server.realtime.conversation import ConversationState
+from segue.server.realtime.saver import SavedSession
 from segue.server.realtime.server_events import AnyServerEvent, ServerEvent
+from segue.server.realtime.session import RealtimeSession
 from segue.server.shared.options import ServerOptions
 from segue.server.shared.serving import Serving
 from tests.server.realtime_client import GREEDY, client, run, text_of, url
@@ -511,13 +513,13 @@ def test_the_log_is_bounded_and_gives_again_what_was_sent() -> None:
 def test_a_slow_reader_gets_it_all_in_larger_parts(long_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MAX_UNSENT_BYTES", 4096)
 
-    def changed(_: session.RealtimeSession, *, is_border: bool) -> None:
+    def changed(_: RealtimeSession, *, is_border: bool) -> None:
         pass
 
     async def test() -> None:
         async with AsyncLLM(long_path, max_model_len=2048) as llm:
-            state = session.SessionState(conversation=ConversationState(now=datetime.now()))
-            realtime = session.RealtimeSession(Serving(llm, "tiny", ServerOptions()), "sess", state, changed)
+            saved = SavedSession(conversation=ConversationState(now=datetime.now()))
+            realtime = RealtimeSession(Serving(llm, "tiny", ServerOptions()), "sess", saved, changed)
             for event in (
                 {"type": "input_text.append", "text": "the hen"},
                 {"type": "response.create", "response": {"temperature": 0, "max_output_tokens": 1000}},

@@ -24,9 +24,9 @@ from segue.server.realtime import event_log
 from segue.server.realtime import saver as saving
 from segue.server.realtime.conversation import ConversationState
 from segue.server.realtime.registry import SessionRegistry
-from segue.server.realtime.saver import SessionSaver
+from segue.server.realtime.saver import SavedSession, SessionSaver
 from segue.server.realtime.server_events import OutputTextDelta
-from segue.server.realtime.session import RealtimeSession, SessionState
+from segue.server.realtime.session import RealtimeSession
 from segue.server.shared.options import ServerOptions
 from segue.server.shared.serving import Serving
 from tests.server.realtime_client import client, run, text_of, url
@@ -231,8 +231,8 @@ async def until_so(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def session_state() -> SessionState:
-    return SessionState(conversation=ConversationState(now=datetime.now()))
+def saved_session(input_text: str = "") -> SavedSession:
+    return SavedSession(conversation=ConversationState(now=datetime.now(), input_text=input_text))
 
 
 def test_what_is_not_written_yet_is_there(
@@ -243,10 +243,9 @@ def test_what_is_not_written_yet_is_there(
     async def test() -> None:
         disk = FullDisk()
         saver = SessionSaver(disk)
-        state = session_state()
-        saver.changed("a", state, at_once=True)
+        saver.changed("a", saved_session(), at_once=True)
         await until_so(lambda: disk.num_tries > 2)
-        state.conversation.input_text = "later"
+        saver.changed("a", saved_session("later"), at_once=True)
         loaded = await saver.load("a")
         assert loaded is not None
         assert loaded.conversation.input_text == "later"
@@ -273,16 +272,13 @@ def test_typing_is_written_now_and_then_and_the_rest_at_the_end(monkeypatch: pyt
         disk = FullDisk()
         disk.has_room = True
         saver = SessionSaver(disk)
-        state = session_state()
         for number in range(1000):
-            state.conversation.input_text += f"{number}"
-            saver.changed("a", state, at_once=False)
+            saver.changed("a", saved_session(f"{number}"), at_once=False)
             await asyncio.sleep(0)
         assert disk.num_tries == 0
-        saver.changed("b", session_state(), at_once=True)  # which takes the others along
+        saver.changed("b", saved_session(), at_once=True)  # which takes the others along
         await until_so(lambda: disk.num_tries == 1)
-        state.conversation.input_text = "last"
-        saver.changed("a", state, at_once=False)
+        saver.changed("a", saved_session("last"), at_once=False)
         await saver.close()
         assert b"last" in disk.sessions["a"]
         assert disk.num_tries == 2
@@ -443,7 +439,7 @@ def with_session(
     async def run_it() -> None:
         async with AsyncLLM(path, max_model_len=2048) as llm:
             serving = Serving(llm, "tiny", ServerOptions())
-            session = RealtimeSession(serving, "sess", session_state(), lambda _, /, is_border: None)
+            session = RealtimeSession(serving, "sess", saved_session(), lambda _, /, is_border: None)
             await test(llm, serving, session, Told(session))
             session.close()
 
@@ -497,10 +493,10 @@ def test_an_event_is_carried_out_whole(long_path: Path) -> None:
         await asyncio.sleep(0.01)
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-        assert session.state.conversation.items == []
+        assert session.saved.conversation.items == ()
         session.log.sent()
         await session.receive(json.dumps({"type": "conversation.item.create", "item": item}))
-        assert len(session.state.conversation.items) == 1
+        assert len(session.saved.conversation.items) == 1
         await told.until("conversation.item.done")
 
     with_session(long_path, test)

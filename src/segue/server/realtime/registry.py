@@ -12,9 +12,9 @@ from datetime import datetime
 from http import HTTPStatus
 
 from segue.server.realtime.conversation import ConversationState
-from segue.server.realtime.saver import SessionSaver
+from segue.server.realtime.saver import SavedSession, SessionSaver
 from segue.server.realtime.server_events import SessionCreated, SessionResumed
-from segue.server.realtime.session import RealtimeSession, SessionState
+from segue.server.realtime.session import RealtimeSession
 from segue.server.shared.http_errors import HttpError
 from segue.server.shared.options import ServerOptions
 from segue.server.shared.serving import Serving, new_id
@@ -92,8 +92,8 @@ class SessionRegistry:
     async def _find(self, serving: Serving, session_id: str | None) -> tuple[RealtimeSession, bool]:
         """The session, and whether it was made now."""
         if session_id is None:
-            state = SessionState(conversation=ConversationState(now=datetime.now()))
-            return self._create(serving, new_id("sess_"), state), True
+            new = SavedSession(conversation=ConversationState(now=datetime.now()))
+            return self._create(serving, new_id("sess_"), new), True
         if (session := self._sessions.get(session_id)) is not None:
             return session, False
         saved = None if self._saver is None else await self._saver.load(session_id)
@@ -107,9 +107,9 @@ class SessionRegistry:
             )
         return self._create(serving, session_id, saved), True
 
-    def _create(self, serving: Serving, session_id: str, state: SessionState) -> RealtimeSession:
+    def _create(self, serving: Serving, session_id: str, saved: SavedSession) -> RealtimeSession:
         self._make_room()
-        session = RealtimeSession(serving, session_id, state, self._changed)
+        session = RealtimeSession(serving, session_id, saved, self._changed)
         session.log.put(SessionCreated(session=session.shown()))
         self._sessions[session_id] = session
         return session
@@ -129,7 +129,7 @@ class SessionRegistry:
 
     def _changed(self, session: RealtimeSession, *, is_border: bool) -> None:
         if self._saver is not None:
-            self._saver.changed(session.id, session.state, at_once=is_border)
+            self._saver.changed(session.id, session.saved, at_once=is_border)
 
     def _detach(self, attachment: Attachment) -> None:
         """The connection is gone, unless another one has the session by now."""

@@ -11,7 +11,8 @@ import logging
 import msgspec
 
 from segue.server.ops.saved_sessions import StateStoreError, Store
-from segue.server.realtime.session import SessionState
+from segue.server.realtime.conversation import ConversationState
+from segue.server.realtime.settings import Settings
 
 log = logging.getLogger("segue.server")
 
@@ -23,8 +24,16 @@ MAX_BATCH = 16
 MAX_UNSAVED = 4096
 """Sessions that wait to be written; beyond, while the disk takes nothing, the oldest are not written."""
 
+
+class SavedSession(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of a session on disk."""
+
+    conversation: ConversationState
+    settings: Settings = msgspec.field(default_factory=Settings)
+
+
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(SessionState).decode
+_decode = msgspec.msgpack.Decoder(SavedSession).decode
 
 
 class SessionSaver:
@@ -32,16 +41,16 @@ class SessionSaver:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._unsaved: dict[str, SessionState] = {}
+        self._unsaved: dict[str, SavedSession] = {}
         """The oldest change first."""
-        self._writing: dict[str, SessionState] = {}
+        self._writing: dict[str, SavedSession] = {}
         self._hurry = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_failing = False
 
-    def changed(self, session_id: str, state: SessionState, *, at_once: bool) -> None:
-        """Write a session's state, as it is by then."""
-        self._unsaved[session_id] = state
+    def changed(self, session_id: str, session: SavedSession, *, at_once: bool) -> None:
+        """Write this in place of what was there, unless another change comes before."""
+        self._unsaved[session_id] = session
         if len(self._unsaved) > MAX_UNSAVED:
             del self._unsaved[next(iter(self._unsaved))]
         if at_once:
@@ -49,13 +58,12 @@ class SessionSaver:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
-    async def load(self, session_id: str) -> SessionState | None:
+    async def load(self, session_id: str) -> SavedSession | None:
         """What is kept of a session; None if nothing is. Raises StateStoreError."""
         unsaved = self._unsaved.get(session_id) or self._writing.get(session_id)
         if unsaved is not None:
-            data: bytes | None = _encode(unsaved)
-        else:
-            data = await asyncio.to_thread(self._store.load, session_id)
+            return unsaved
+        data = await asyncio.to_thread(self._store.load, session_id)
         if data is None:
             return None
         # A file of another version is no reason to fail.
@@ -86,7 +94,7 @@ class SessionSaver:
         batch = self._writing = dict(list(self._unsaved.items())[:MAX_BATCH])
         for session_id in batch:
             del self._unsaved[session_id]
-        rows = [(session_id, _encode(state)) for session_id, state in batch.items()]
+        rows = [(session_id, _encode(session)) for session_id, session in batch.items()]
         is_saved = False
         try:
             await asyncio.to_thread(self._store.save, rows)

@@ -13,7 +13,7 @@ MAX_MESSAGE_CHARS = 500
 TEXT_ONLY = ("text",)
 """The modalities that there are."""
 
-Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 # --- what they show -------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class ShownItem(msgspec.Struct, frozen=True, kw_only=True):
 class StatusDetails(msgspec.Struct, frozen=True, kw_only=True):
     """Why an answer is not completed."""
 
-    type: Status
+    type: ResponseStatus
     reason: Literal["client_cancelled", "max_output_tokens"] | UnsetType = UNSET
     error: ErrorObject | UnsetType = UNSET
 
@@ -64,7 +64,7 @@ class OutputTokenDetails(msgspec.Struct, frozen=True, kw_only=True):
     audio_tokens: int = 0
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class ShownUsage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
     input_tokens: int
     output_tokens: int
@@ -75,13 +75,13 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class ShownResponse(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: Literal["realtime.response"] = "realtime.response"
-    status: Status
+    status: ResponseStatus
     status_details: StatusDetails | None = None
     output: list[ShownItem] = []
     output_modalities: tuple[str, ...] = TEXT_ONLY
     max_output_tokens: int | str
     metadata: dict[str, str] | None
-    usage: Usage | None = None
+    usage: ShownUsage | None = None
 
 
 class EventError(ErrorObject, frozen=True, kw_only=True):
