@@ -37,31 +37,33 @@ Rope rope_of(nb::handle op) {
     return read;
 }
 
+program::Op read_embed(nb::handle op) { return program::Embed{string_of(op, "weight"), string_of(op, "out")}; }
+
+program::Op read_rms_norm(nb::handle op) {
+    return program::RMSNorm{string_of(op, "x"), string_of(op, "weight"), string_of(op, "out"), float_of(op, "eps")};
+}
+
+program::Op read_linear(nb::handle op) {
+    return program::Linear{string_of(op, "x"), strings_of(op, "weights"), string_of(op, "out"),
+                           bool_of(op, "accumulate")};
+}
+
+program::Op read_attention(nb::handle op) {
+    return program::Attention{string_of(op, "qkv"), string_of(op, "out"), int_of(op, "layer"), heads_of(op),
+                              rope_of(op)};
+}
+
+program::Op read_silu_mul(nb::handle op) { return program::SiluMul{string_of(op, "x"), string_of(op, "out")}; }
+
+program::Op read_logits(nb::handle op) {
+    return program::Logits{string_of(op, "x"), string_of(op, "norm"), float_of(op, "eps"), string_of(op, "weight")};
+}
+
 // How each type of operation is read, by the name of its dataclass.
 using Reader = program::Op (*)(nb::handle op);
 constexpr std::pair<std::string_view, Reader> kReaders[] = {
-    {"Embed", [](nb::handle op) -> program::Op {
-         return program::Embed{string_of(op, "weight"), string_of(op, "out")};
-     }},
-    {"RMSNorm", [](nb::handle op) -> program::Op {
-         return program::RMSNorm{string_of(op, "x"), string_of(op, "weight"), string_of(op, "out"),
-                                 float_of(op, "eps")};
-     }},
-    {"Linear", [](nb::handle op) -> program::Op {
-         return program::Linear{string_of(op, "x"), strings_of(op, "weights"), string_of(op, "out"),
-                                bool_of(op, "accumulate")};
-     }},
-    {"Attention", [](nb::handle op) -> program::Op {
-         return program::Attention{string_of(op, "qkv"), string_of(op, "out"), int_of(op, "layer"), heads_of(op),
-                                   rope_of(op)};
-     }},
-    {"SiluMul", [](nb::handle op) -> program::Op {
-         return program::SiluMul{string_of(op, "x"), string_of(op, "out")};
-     }},
-    {"Logits", [](nb::handle op) -> program::Op {
-         return program::Logits{string_of(op, "x"), string_of(op, "norm"), float_of(op, "eps"),
-                                string_of(op, "weight")};
-     }},
+    {"Embed", read_embed},         {"RMSNorm", read_rms_norm},  {"Linear", read_linear},
+    {"Attention", read_attention}, {"SiluMul", read_silu_mul}, {"Logits", read_logits},
 };
 
 // Returns read(), or raises ModelFileError that says what of `object` cannot be read.

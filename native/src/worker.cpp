@@ -277,8 +277,8 @@ class Worker {
             multiply_shared(op.source, op.parts, from, rows, run_.scratch.logits.data(), logits_stride, false);
             barrier();
             share(rows, 1, [&](int i, int) {
-                use_logits(run_, wanted[i], {run_.scratch.logits.data() + static_cast<size_t>(i) * logits_stride,
-                                       static_cast<size_t>(vocab)}, work_);
+                const float* logits = run_.scratch.logits.data() + static_cast<size_t>(i) * logits_stride;
+                use_logits(run_, wanted[i], {logits, static_cast<size_t>(vocab)}, work_);
             });
             barrier();
         }
