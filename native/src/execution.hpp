@@ -31,9 +31,7 @@ struct Activations {
     size_t stride = 0;
 
     void reserve(int rows, int inputs, bool floats);
-    QuantView quant(int inputs) {
-        return {q.data(), scale.data(), sum.data(), isum.data(), inputs / kGroup};
-    }
+    QuantView quant(int inputs) { return {q.data(), scale.data(), sum.data(), isum.data(), inputs / kGroup}; }
 };
 
 // One thread's scratch.

@@ -2,8 +2,8 @@
 //
 //   [layer][block][kv head]  K [head_dim][block_size] | V [block_size][v_stride]
 //
-// Layers may differ in their KV heads and head_dim. K is transposed inside a block, so that scores of consecutive keys are computed in lanes. v_stride is head_dim
-// rounded up to 16; the rest of a row is zero.
+// Layers may differ in their KV heads and head_dim. K is transposed inside a block, so that scores of consecutive keys
+// are computed in lanes. v_stride is head_dim rounded up to 16; the rest of a row is zero.
 #pragma once
 
 #include <cstddef>

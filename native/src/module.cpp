@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "isa.hpp"
 #include "from_python.hpp"
+#include "isa.hpp"
 #include "model.hpp"
 #include "program_reader.hpp"
 #include "step_reader.hpp"

@@ -63,8 +63,8 @@ using PlanOp = std::variant<EmbedOp, StoreOp, LinearOp, AttentionOp, LogitsOp>;
 // A program with its weights packed. Norms and activations that only linear layers read are part of those.
 struct Plan {
     std::vector<PlanOp> ops;
-    std::vector<int> widths;           // by buffer
-    std::vector<bool> stored;          // by buffer: whether it exists in memory
+    std::vector<int> widths;   // by buffer
+    std::vector<bool> stored;  // by buffer: whether it exists in memory
     std::vector<KvLayer> kv_layers;
     std::vector<Heads> heads;          // those that differ
     std::vector<Rope> ropes;           // those that differ

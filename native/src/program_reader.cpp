@@ -25,9 +25,7 @@ std::vector<std::string> strings_of(nb::handle object, const char* name) {
     return values;
 }
 
-Heads heads_of(nb::handle op) {
-    return {int_of(op, "num_heads"), int_of(op, "num_kv_heads"), int_of(op, "head_dim")};
-}
+Heads heads_of(nb::handle op) { return {int_of(op, "num_heads"), int_of(op, "num_kv_heads"), int_of(op, "head_dim")}; }
 
 Rope rope_of(nb::handle op) {
     const nb::object rope = get(op, "rope");
@@ -62,7 +60,7 @@ program::Op read_logits(nb::handle op) {
 // How each type of operation is read, by the name of its dataclass.
 using Reader = program::Op (*)(nb::handle op);
 constexpr std::pair<std::string_view, Reader> kReaders[] = {
-    {"Embed", read_embed},         {"RMSNorm", read_rms_norm},  {"Linear", read_linear},
+    {"Embed", read_embed},         {"RMSNorm", read_rms_norm}, {"Linear", read_linear},
     {"Attention", read_attention}, {"SiluMul", read_silu_mul}, {"Logits", read_logits},
 };
 
@@ -123,8 +121,8 @@ void read_tensor(nb::handle object, Tensors& to) {
 
 Program read_program(nb::handle program) {
     return read_or_refuse(program, [&] {
-        Program read{{}, read_widths(get(program, "widths")), int_of(program, "vocab_size"),
-                     int_of(program, "max_model_len")};
+        Program read{
+            {}, read_widths(get(program, "widths")), int_of(program, "vocab_size"), int_of(program, "max_model_len")};
         for_each(get(program, "ops"), "ops", [&](nb::handle op) { read.ops.push_back(read_op(op)); });
         return read;
     });

@@ -128,7 +128,7 @@ bool ranks_before(const Cut& a, const Cut& b) {
 
 // A row's ids by likelihood, coarsely: enough to find where a ranking is cut without sorting the vocabulary.
 class Ranking {
-public:
+   public:
     // exponents [vocab]: log of the probability relative to the most likely id; relative [vocab]: e to that,
     // or 0 for an id that is no candidate.
     Ranking(std::span<const float> exponents, std::span<const float> relative)
@@ -165,7 +165,7 @@ public:
         return {Cut{}, mass};
     }
 
-private:
+   private:
     struct Bin {
         double mass = 0.0;
         double count = 0.0;
@@ -264,8 +264,7 @@ void truncate(const SamplingSpec& spec, std::span<const float> exponents, std::s
     if (!has_top_k && !has_top_p) return;
     const Ranking ranking(exponents, relative);
     Ranking::Prefix kept{Cut{}, ranking.total()};
-    if (has_top_k)
-        kept = ranking.shortest_prefix([k = spec.top_k](double count, double) { return count >= k; });
+    if (has_top_k) kept = ranking.shortest_prefix([k = spec.top_k](double count, double) { return count >= k; });
     if (has_top_p) {
         const double enough = std::max(1.0, std::ceil(static_cast<double>(spec.top_p) * kept.mass));
         kept = ranking.shortest_prefix([enough](double, double mass) { return mass >= enough; });
@@ -284,9 +283,7 @@ struct Ranked {
     int32_t id;
 
     // Ranks before: more likely, among equals the lower id.
-    bool operator<(const Ranked& other) const {
-        return order > other.order || (order == other.order && id < other.id);
-    }
+    bool operator<(const Ranked& other) const { return order > other.order || (order == other.order && id < other.id); }
 };
 
 // The `count` ids that rank first, in rank order.

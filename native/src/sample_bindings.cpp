@@ -54,16 +54,22 @@ void bind_sampling(nb::module_& m) {
     nb::class_<SamplingSpec>(m, "SamplingSpec")
         .def(
             "__init__",
-            [](SamplingSpec* self, float temperature, int32_t top_k, float top_p, float min_p,
-               float repetition_penalty, float presence_penalty, float frequency_penalty, int32_t output_start,
+            [](SamplingSpec* self, float temperature, int32_t top_k, float top_p, float min_p, float repetition_penalty,
+               float presence_penalty, float frequency_penalty, int32_t output_start,
                std::vector<std::pair<int32_t, float>> logit_bias, Ids banned, int32_t banned_until, uint64_t seed,
                int32_t num_logprobs) {
-                new (self) SamplingSpec{temperature,        top_k,
-                                        top_p,              min_p,
-                                        repetition_penalty, presence_penalty,
-                                        frequency_penalty,  output_start,
-                                        std::move(logit_bias), std::move(banned),
-                                        banned_until,       seed,
+                new (self) SamplingSpec{temperature,
+                                        top_k,
+                                        top_p,
+                                        min_p,
+                                        repetition_penalty,
+                                        presence_penalty,
+                                        frequency_penalty,
+                                        output_start,
+                                        std::move(logit_bias),
+                                        std::move(banned),
+                                        banned_until,
+                                        seed,
                                         num_logprobs};
             },
             nb::kw_only(), nb::arg("temperature") = 0.0f, nb::arg("top_k") = 0, nb::arg("top_p") = 1.0f,
@@ -74,8 +80,7 @@ void bind_sampling(nb::module_& m) {
     m.def("sample_row", &sample_row_of, nb::arg("logits"), nb::arg("spec"), nb::arg("position"),
           nb::arg("history") = Ids{});
     m.def("row_logprobs", &row_logprobs_of, nb::arg("logits"), nb::arg("token"), nb::arg("num_top"));
-    m.def(
-        "all_finite", [](const Logits& logits) { return all_finite(view(logits)); }, nb::arg("logits"));
+    m.def("all_finite", [](const Logits& logits) { return all_finite(view(logits)); }, nb::arg("logits"));
     m.def("philox4x32", &philox4x32, nb::arg("counter"), nb::arg("key"));
 }
 

@@ -33,7 +33,7 @@ struct SequenceInput {
 };
 
 struct StepInput {
-    std::vector<SequenceInput> sequences;             // those that are computed
+    std::vector<SequenceInput> sequences;              // those that are computed
     std::vector<std::pair<int, std::string>> refused;  // index in the step, and why, in one line
     std::vector<int32_t> tokens;
     std::vector<int32_t> blocks;

@@ -25,10 +25,10 @@ struct WantedRow {
 
 struct StepLayout {
     int rows = 0;
-    int end = 0;                           // above the highest position
-    std::vector<int32_t> positions;        // by row
-    std::vector<int32_t> sequences;        // by row
-    std::vector<WantedRow> wanted;         // by row, ascending
+    int end = 0;                     // above the highest position
+    std::vector<int32_t> positions;  // by row
+    std::vector<int32_t> sequences;  // by row
+    std::vector<WantedRow> wanted;   // by row, ascending
     size_t num_samples = 0;
     std::vector<AttentionItems> attention;  // by heads, as Plan::heads
     size_t partial_floats = 0;              // the most that an attention needs

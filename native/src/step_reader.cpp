@@ -75,9 +75,8 @@ struct SamplingNames {
 };
 
 std::pair<int32_t, float> read_bias(nb::handle item, int vocab_size, const char* what) {
-    PyObject* const* pair = PyTuple_Check(item.ptr()) && PyTuple_GET_SIZE(item.ptr()) == 2
-                                ? PySequence_Fast_ITEMS(item.ptr())
-                                : nullptr;
+    PyObject* const* pair =
+        PyTuple_Check(item.ptr()) && PyTuple_GET_SIZE(item.ptr()) == 2 ? PySequence_Fast_ITEMS(item.ptr()) : nullptr;
     if (pair == nullptr) throw Refusal(what, "expected pairs of an id and a number");
     return {to_id(pair[0], vocab_size, what), to_float(pair[1], what)};
 }

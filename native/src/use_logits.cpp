@@ -19,8 +19,8 @@ std::span<const uint8_t> mask_of(const WantedRow& wanted, const SequenceInput& s
     return seq.masks[static_cast<size_t>(wanted.num_drafts)];
 }
 
-int32_t draw(const WantedRow& wanted, const SequenceInput& seq, const SamplingSpec& spec,
-             std::span<const float> logits, Workspace& work) {
+int32_t draw(const WantedRow& wanted, const SequenceInput& seq, const SamplingSpec& spec, std::span<const float> logits,
+             Workspace& work) {
     const size_t later_drafts = static_cast<size_t>(seq.num_drafts - wanted.num_drafts);
     const size_t known = seq.history.empty() ? 0 : seq.history.size() - later_drafts;
     const std::span<const uint8_t> mask = mask_of(wanted, seq);
@@ -34,7 +34,8 @@ int32_t draw(const WantedRow& wanted, const SequenceInput& seq, const SamplingSp
     return sample_row(logits, spec, wanted.position + 1, {seq.history.data(), known}, work.sampling);
 }
 
-SequenceError sample_and_score(Execution& run, const WantedRow& wanted, std::span<const float> logits, Workspace& work) {
+SequenceError sample_and_score(Execution& run, const WantedRow& wanted, std::span<const float> logits,
+                               Workspace& work) {
     const SequenceInput& seq = run.input.sequences[wanted.sequence];
     const SamplingSpec* spec = wanted.sampled ? seq.sampling.get() : nullptr;
     int32_t greedy = -1;

@@ -17,11 +17,13 @@ namespace {
 constexpr int kPrivateRows = kRowBlock;  // up to this many, each thread prepares all input rows itself
 
 bool reads_integers(const std::vector<LinearPart>& parts) {
-    return std::any_of(parts.begin(), parts.end(), [](const LinearPart& part) { return is_integer(part.matrix->format); });
+    return std::any_of(parts.begin(), parts.end(),
+                       [](const LinearPart& part) { return is_integer(part.matrix->format); });
 }
 
 bool reads_floats(const std::vector<LinearPart>& parts) {
-    return std::any_of(parts.begin(), parts.end(), [](const LinearPart& part) { return !is_integer(part.matrix->format); });
+    return std::any_of(parts.begin(), parts.end(),
+                       [](const LinearPart& part) { return !is_integer(part.matrix->format); });
 }
 
 int count_panels(const std::vector<LinearPart>& parts) {
@@ -29,7 +31,9 @@ int count_panels(const std::vector<LinearPart>& parts) {
                            [](int sum, const LinearPart& part) { return sum + part.matrix->panels(); });
 }
 
-int outputs_of(const std::vector<LinearPart>& parts) { return parts.back().first_output + parts.back().matrix->outputs; }
+int outputs_of(const std::vector<LinearPart>& parts) {
+    return parts.back().first_output + parts.back().matrix->outputs;
+}
 
 // One thread's part of an execution. All threads go through the same phases; inside a phase they take turns by its
 // counter.
@@ -104,7 +108,8 @@ class Worker {
                 const BufferId buffer = buffers[static_cast<size_t>(b)];
                 for (int i = 0; i < wanted; ++i) {
                     const int from = layout_.wanted[static_cast<size_t>(i)].row;
-                    if (from != i) std::memcpy(run_.row(buffer, i), run_.row(buffer, from), run_.stride(buffer) * sizeof(float));
+                    if (from != i)
+                        std::memcpy(run_.row(buffer, i), run_.row(buffer, from), run_.stride(buffer) * sizeof(float));
                 }
             });
             barrier();
@@ -114,7 +119,8 @@ class Worker {
 
     void copy_blocks() {
         if (run_.input.copies.empty()) return;
-        share(static_cast<int>(plan_.kv_layers.size()), 1, [&](int layer, int) { run_.kv.copy_blocks(layer, run_.input.copies); });
+        share(static_cast<int>(plan_.kv_layers.size()), 1,
+              [&](int layer, int) { run_.kv.copy_blocks(layer, run_.input.copies); });
         barrier();
     }
 
@@ -195,7 +201,8 @@ class Worker {
         share(rows_, round_up(ceil_div(rows_, chunks), kRowBlock), [&](int first, int last) {
             for (size_t i = begin; i < end; ++i) run_rows(ops[i], first, last);
             if (end < ops.size()) {
-                if (const auto* attention = std::get_if<AttentionOp>(&ops[end])) store_kv_rows(run_, *attention, first, last);
+                if (const auto* attention = std::get_if<AttentionOp>(&ops[end]))
+                    store_kv_rows(run_, *attention, first, last);
             }
         });
         barrier();
@@ -219,8 +226,8 @@ class Worker {
     void run_by_outputs(const PlanOp& op) {
         if (const auto* linear = std::get_if<LinearOp>(&op)) {
             Activations& from = prepare_shared(linear->source, linear->parts, 0, rows_);
-            multiply_shared(linear->source, linear->parts, from, rows_, run_.row(linear->out, 0), run_.stride(linear->out),
-                            linear->accumulate);
+            multiply_shared(linear->source, linear->parts, from, rows_, run_.row(linear->out, 0),
+                            run_.stride(linear->out), linear->accumulate);
         } else {
             share_rows(rows_, [&](int begin, int end) { run_rows(op, begin, end); });
         }
@@ -258,9 +265,8 @@ class Worker {
     }
 
     void attend(const AttentionOp& op, const std::vector<AttentionItem>& items) {
-        share(static_cast<int>(items.size()), 1, [&](int i, int) {
-            attend_item(run_, op, items[static_cast<size_t>(i)], work_.attention.data());
-        });
+        share(static_cast<int>(items.size()), 1,
+              [&](int i, int) { attend_item(run_, op, items[static_cast<size_t>(i)], work_.attention.data()); });
         barrier();
     }
 

@@ -11,7 +11,7 @@
 
 namespace {
 
-std::atomic<long> left{-1};       // allocations that still succeed; -1: all do
+std::atomic<long> left{-1};         // allocations that still succeed; -1: all do
 std::atomic<bool> persists{false};  // whether those after the first failure fail, too
 std::atomic<bool> fired{false};
 
