@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 PEER := .envs/llama
 VLLM := .envs/vllm
 GOLDEN := .envs/golden
+CPP_FILES := $(shell find native tests/native -name '*.[ch]pp' -type f 2>/dev/null)
 NATIVE := CMakeLists.txt $(shell find native -type f 2>/dev/null)
 PYTHON_FILES := $(shell find src -name '*.py*' -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
@@ -26,7 +27,7 @@ help:
 	@echo "make demo          install, fetch a model, ask it a question, type to a live session"
 	@echo "make serve         the same, and the server stays"
 	@echo "make test          all tests"
-	@echo "make check         format, lint, types, of Python and JavaScript"
+	@echo "make check         format, lint, types, of Python, C++ and JavaScript"
 	@echo "make package       the wheel and the source distribution; the wheel is tried in an empty environment"
 	@echo "make exactness     random configurations of everything at once against the plain engine, numbers $(CONFIGS)"
 	@echo "make simulate      the scheduler under random workloads, of seeds $(SEEDS)"
@@ -47,6 +48,7 @@ test: $(VENV)/.installed $(VENV)/.dev
 check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
 	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory check-page; \
