@@ -17,7 +17,7 @@ from segue.contract.step import Executor, ForwardResult, SeqStep
 from segue.errors import FailedError, ParameterError
 from segue.tokens import Tokenizer
 from segue.verify.cases import Scope, build_cases, prompt_ids
-from segue.verify.delivery import Answer
+from segue.verify.delivery import SeenAnswer
 from segue.verify.matrix import Report, Verification, compare
 from segue.verify.modes import MODES, Combination, Skipped, combine, find_modes
 from segue.verify.workbench import Workbench
@@ -109,8 +109,8 @@ def test_a_mode_that_has_no_effect_fails(tiny_path: Path) -> None:
 # --- what is compared -----------------------------------------------------------------------------------------
 
 
-def an_answer(**changes: object) -> Answer:
-    answer = Answer(
+def an_answer(**changes: object) -> SeenAnswer:
+    answer = SeenAnswer(
         case="fact",
         prompt_token_ids=(1, 2),
         token_ids=(3, 4),

@@ -26,7 +26,7 @@ from segue.errors import CapacityError, SegueError
 from segue.llm.llm import Stream
 from segue.sample.params import StructuredOutputsParams
 from segue.session.blocking import BlockingAnswer, BlockingSession
-from segue.verify.delivery import Answer, answer_of
+from segue.verify.delivery import SeenAnswer, answer_of
 from segue.verify.matrix import compare
 from tests.weights.make_gguf import tiny_llama
 
@@ -64,7 +64,7 @@ class Asked(msgspec.Struct, frozen=True):
 
     params: SamplingParams
     """Of this answer alone."""
-    answer: Answer
+    answer: SeenAnswer
     is_cut: bool
     """Whoever asked did not wait for the end of it."""
 

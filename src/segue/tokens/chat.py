@@ -45,7 +45,7 @@ def render_chat(
     have the wrong shape or the template refuses them, ModelFileError when the template is wrong.
     """
     fixed = {"bos_token": bos_token, "eos_token": eos_token, "add_generation_prompt": add_generation_prompt}
-    return _Conversation.of(template, fixed, messages, tools, variables, now).render()
+    return _Rendering.of(template, fixed, messages, tools, variables, now).render()
 
 
 def encode_chat(
@@ -61,9 +61,9 @@ def encode_chat(
 
     Parameters and errors are those of `render_chat`; a model without a chat template is a ModelFileError too.
     """
-    conversation = _conversation(tokenizer, messages, add_generation_prompt, tools, variables, now)
-    _check_shown(conversation)
-    return _encode(tokenizer, _mark(tokenizer, conversation))
+    rendering = _rendering(tokenizer, messages, add_generation_prompt, tools, variables, now)
+    _check_shown(rendering)
+    return _encode(tokenizer, _mark(tokenizer, rendering))
 
 
 def encode_continued(
@@ -73,13 +73,13 @@ def encode_continued(
 
     Errors are those of `encode_chat`; ParameterError also for a last message that is more, or less, than a text.
     """
-    conversation = _conversation(tokenizer, messages, False, None, {}, now)
-    last = conversation.messages[-1]
+    rendering = _rendering(tokenizer, messages, False, None, {}, now)
+    last = rendering.messages[-1]
     if extra := [field for field in _TOLD if field != "content" and last.get(field)]:
         raise ParameterError("messages", extra, "the last message must have a text alone to be continued")
-    text = _content(conversation, len(conversation.messages) - 1)
-    _check_shown(conversation)
-    head, tail = encode_head(tokenizer, messages, after=None, now=conversation.now)
+    text = _content(rendering, len(rendering.messages) - 1)
+    _check_shown(rendering)
+    head, tail = encode_head(tokenizer, messages, after=None, now=rendering.now)
     return head + tokenizer.encode(tail + text)
 
 
@@ -90,8 +90,8 @@ def encode_turn(
 
     For a conversation that is computed up to there. Errors are those of `encode_chat`.
     """
-    conversation = _conversation(tokenizer, messages, True, None, {}, now)
-    marked, (begin,) = _bounded(tokenizer, conversation, {after: _content(conversation, after)})
+    rendering = _rendering(tokenizer, messages, True, None, {}, now)
+    marked, (begin,) = _bounded(tokenizer, rendering, {after: _content(rendering, after)})
     return _encode(tokenizer, replace(marked, text=marked.text.partition(begin)[2]))
 
 
@@ -103,10 +103,10 @@ def encode_head(
     The plain text and the message's own are to be encoded together. With `after`, only what follows the text of
     that message. Without a place for the text in the rendering, there is nothing before it.
     """
-    conversation = _conversation(tokenizer, messages, False, None, {}, now)
-    bounds = {} if after is None else {after: _content(conversation, after)}
-    last = len(conversation.messages) - 1
-    marked, ends = _bounded(tokenizer, conversation, {**bounds, last: ""})
+    rendering = _rendering(tokenizer, messages, False, None, {}, now)
+    bounds = {} if after is None else {after: _content(rendering, after)}
+    last = len(rendering.messages) - 1
+    marked, ends = _bounded(tokenizer, rendering, {**bounds, last: ""})
     text, end, _ = marked.text.partition(ends[-1])
     if not end:
         return [], ""
@@ -120,26 +120,26 @@ def encode_head(
     return _encode(tokenizer, replace(marked, text=head)), marked.restored(tail)
 
 
-def _content(conversation: "_Conversation", index: int) -> str:
-    content = conversation.messages[index].get("content")
+def _content(rendering: "_Rendering", index: int) -> str:
+    content = rendering.messages[index].get("content")
     if not isinstance(content, str):
-        raise ParameterError("messages", _roles(conversation.messages), f"message {index} must have a text")
+        raise ParameterError("messages", _roles(rendering.messages), f"message {index} must have a text")
     return content
 
 
 def _bounded(
-    tokenizer: Tokenizer, conversation: "_Conversation", texts: Mapping[int, str]
+    tokenizer: Tokenizer, rendering: "_Rendering", texts: Mapping[int, str]
 ) -> tuple["_Marked", list[str]]:
     """Renders with these messages' texts, each followed by a character of its own."""
-    ends = _unused_characters(len(texts), [conversation.template, *_strings(conversation.given)])
-    messages = list(conversation.messages)
+    ends = _unused_characters(len(texts), [rendering.template, *_strings(rendering.given)])
+    messages = list(rendering.messages)
     for (index, text), end in zip(texts.items(), ends, strict=True):
         messages[index] = {**messages[index], "content": text + end}
-    return _mark(tokenizer, replace(conversation, messages=messages)), ends
+    return _mark(tokenizer, replace(rendering, messages=messages)), ends
 
 
 @dataclass(frozen=True)
-class _Conversation:
+class _Rendering:
     """Everything a rendering depends on; the strings in `messages`, `tools` and `variables` come from users."""
 
     template: str
@@ -158,7 +158,7 @@ class _Conversation:
         tools: Sequence[Mapping[str, object]] | None,
         variables: Mapping[str, object],
         now: datetime | None,
-    ) -> "_Conversation":
+    ) -> "_Rendering":
         """Raises ParameterError when something has the wrong shape."""
         try:
             return cls(
@@ -200,14 +200,14 @@ class _Marked:
         return text.translate(self.stand_ins)
 
 
-def _conversation(
+def _rendering(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, object]] | None,
     variables: Mapping[str, object],
     now: datetime | None,
-) -> _Conversation:
+) -> _Rendering:
     if tokenizer.chat_template is None:
         raise ModelFileError("the model has no chat template; give it a plain prompt, or use a chat model")
     fixed = {
@@ -215,10 +215,10 @@ def _conversation(
         "eos_token": tokenizer.eos_token,
         "add_generation_prompt": add_generation_prompt,
     }
-    return _Conversation.of(tokenizer.chat_template, fixed, messages, tools, variables, now)
+    return _Rendering.of(tokenizer.chat_template, fixed, messages, tools, variables, now)
 
 
-def _mark(tokenizer: Tokenizer, conversation: _Conversation) -> _Marked:
+def _mark(tokenizer: Tokenizer, rendering: _Rendering) -> _Marked:
     """Renders so that control tokens from the template can be told from text that looks like them.
 
     A template is a program: it trims, splits, joins and tests what it is given, so where a user's text ends up
@@ -235,32 +235,32 @@ def _mark(tokenizer: Tokenizer, conversation: _Conversation) -> _Marked:
 
     A template that writes both ends of a control token itself, as in '<|' + role + '|>', means what it gets.
     """
-    text = conversation.render()
+    text = rendering.render()
     control_tokens = tokenizer.special_tokens
-    safe = _replace(conversation, text, _ends(control_tokens))
+    safe = _replace(rendering, text, _ends(control_tokens))
     if safe is not None and safe.restored(safe.text) == text:
         return safe
-    for marked in (_replace(conversation, text, control_tokens), _Marked(text, {})):
+    for marked in (_replace(rendering, text, control_tokens), _Marked(text, {})):
         if safe is None or marked is None or marked.restored(marked.text) != text:
             continue
         if _control_ids(tokenizer, marked.text) == _control_ids(tokenizer, safe.text):
             return marked
     raise ParameterError(
         "messages",
-        _roles(conversation.messages),
+        _roles(rendering.messages),
         "the chat template would make control tokens of text in them; leave out text that looks like those",
     )
 
 
-def _check_shown(conversation: _Conversation) -> None:
+def _check_shown(rendering: _Rendering) -> None:
     """Raises ParameterError for what the template leaves out of its rendering: it is marked, and looked for.
 
     What showed once of a role's messages is not looked for again.
     """
-    proven = _proven(conversation.template)
+    proven = _proven(rendering.template)
     said = {
         (i, field): (str(message["role"]), field, i == 0)
-        for i, message in enumerate(conversation.messages)
+        for i, message in enumerate(rendering.messages)
         for field in _TOLD
         if message.get(field)
     }
@@ -268,12 +268,12 @@ def _check_shown(conversation: _Conversation) -> None:
     for at_end in (True, False):  # a template may cut a text at either end
         if not hidden:
             return
-        marks = _unused_characters(len(hidden), [conversation.template, *_strings(conversation.given)])
-        messages = list(conversation.messages)
+        marks = _unused_characters(len(hidden), [rendering.template, *_strings(rendering.given)])
+        messages = list(rendering.messages)
         for (i, field), mark in zip(hidden, marks, strict=True):
             messages[i] = {**messages[i], field: _with_mark(messages[i][field], mark, at_end=at_end)}
         try:
-            text = replace(conversation, messages=messages).render()
+            text = replace(rendering, messages=messages).render()
         except ParameterError:
             return  # of the marks; or of the messages, and then it is raised for them
         marked = list(zip(hidden, marks, strict=True))
@@ -283,7 +283,7 @@ def _check_shown(conversation: _Conversation) -> None:
     if hidden:
         i, field = hidden[0]
         why = f"the model's chat template has no place for the {field} of message {i}: leave it out"
-        raise ParameterError("messages", str(conversation.messages[i]["role"])[:20], why)
+        raise ParameterError("messages", str(rendering.messages[i]["role"])[:20], why)
 
 
 @lru_cache(maxsize=16)
@@ -312,18 +312,18 @@ def _with_mark(value: object, mark: str, *, at_end: bool) -> object:
     return marked
 
 
-def _replace(conversation: _Conversation, text: str, parts: Sequence[str]) -> _Marked | None:
+def _replace(rendering: _Rendering, text: str, parts: Sequence[str]) -> _Marked | None:
     """Renders with these parts of the given strings replaced; None when the template does not take that.
 
     `text` is the plain rendering. Longer parts come first in `parts`.
     """
-    strings = list(_strings(conversation.given))
+    strings = list(_strings(rendering.given))
     if not any(part in string for part in parts for string in strings):
         return _Marked(text, {})
     stand_ins = dict(zip(parts, _unused_characters(len(parts), [text, *strings]), strict=True))
     pattern = re.compile("|".join(map(re.escape, parts)))
     try:
-        marked = conversation.render(lambda string: pattern.sub(lambda found: stand_ins[found[0]], string))
+        marked = rendering.render(lambda string: pattern.sub(lambda found: stand_ins[found[0]], string))
     except ParameterError:
         return None
     return _Marked(marked, {ord(char): part for part, char in stand_ins.items()})

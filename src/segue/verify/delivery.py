@@ -28,7 +28,7 @@ _WRONG_LEN = 12
 """Characters of wrong text, so that it does not become many more tokens than the right one."""
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class SeenAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """All that a user sees of one answered request."""
 
     case: str
@@ -46,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 class Delivered(msgspec.Struct, frozen=True):
     """What a run came to."""
 
-    answers: list[Answer]
+    answers: list[SeenAnswer]
     evidence: Evidence
 
 
@@ -105,7 +105,7 @@ class _Requests:
         self._evidence = evidence
         self._numbers = itertools.count()
 
-    def answer(self, rounds: Sequence[Sequence[Case]]) -> list[Answer]:
+    def answer(self, rounds: Sequence[Sequence[Case]]) -> list[SeenAnswer]:
         answers = []
         for cases in rounds:
             for group in [cases] if self._setup.together else [[case] for case in cases]:
@@ -113,7 +113,7 @@ class _Requests:
         _note_stats(self._evidence, self._client.stats)
         return answers
 
-    def _answer_group(self, cases: Sequence[Case]) -> list[Answer]:
+    def _answer_group(self, cases: Sequence[Case]) -> list[SeenAnswer]:
         processor = OutputProcessor(self._tokenizer)
         ids = [str(next(self._numbers)) for _ in cases]
         for request_id, case in zip(ids, cases, strict=True):
@@ -165,7 +165,7 @@ class _Sessions:
         self._sessions: list[Session] = []
         """Open ones."""
 
-    async def answer(self, rounds: Sequence[Sequence[Case]]) -> list[Answer]:
+    async def answer(self, rounds: Sequence[Sequence[Case]]) -> list[SeenAnswer]:
         try:
             answers = []
             for cases in rounds:
@@ -177,7 +177,7 @@ class _Sessions:
             self._manager.close()
             self._loop.close()
 
-    async def _answer_once(self, cases: Sequence[Case]) -> list[Answer]:
+    async def _answer_once(self, cases: Sequence[Case]) -> list[SeenAnswer]:
         if self._setup.parked:
             return await self._answer_parked(cases)
         if self._setup.together:
@@ -200,10 +200,10 @@ class _Sessions:
             session.close()
         self._sessions.clear()
 
-    async def _converse(self, case: Case) -> list[Answer]:
+    async def _converse(self, case: Case) -> list[SeenAnswer]:
         return [answer for session in await self._tell(case) for answer in await self._respond(case, session)]
 
-    async def _answer_parked(self, cases: Sequence[Case]) -> list[Answer]:
+    async def _answer_parked(self, cases: Sequence[Case]) -> list[SeenAnswer]:
         """All texts first; by then, some sessions had to give up their KV for others."""
         told = [(case, session) for case in cases for session in await self._tell(case)]
         await self._quiet()
@@ -283,13 +283,13 @@ class _Sessions:
 
     # --- answers ----------------------------------------------------------------------------------------------
 
-    async def _respond(self, case: Case, session: Session) -> list[Answer]:
+    async def _respond(self, case: Case, session: Session) -> list[SeenAnswer]:
         """A session gives one answer: further ones are those of its forks, drawn with the seeds that `n` means."""
         answerers = [session] + [session.fork() for _ in range(1, case.params.n)]
         self._sessions += answerers[1:]
         return [await self._respond_as(case, number, each) for number, each in enumerate(answerers)]
 
-    async def _respond_as(self, case: Case, number: int, session: Session) -> Answer:
+    async def _respond_as(self, case: Case, number: int, session: Session) -> SeenAnswer:
         params = msgspec.structs.replace(case.params, n=1, prompt_logprobs=None)
         if number:
             params = msgspec.structs.replace(params, seed=(params.seed or 0) + number)
@@ -322,9 +322,9 @@ def answer_of(
     prompt_token_ids: Sequence[int],
     completion: CompletionOutput,
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
-) -> Answer:
+) -> SeenAnswer:
     """The answer to the request of this name, in the form that is compared."""
-    return Answer(
+    return SeenAnswer(
         case=case,
         prompt_token_ids=tuple(prompt_token_ids),
         token_ids=tuple(completion.token_ids),

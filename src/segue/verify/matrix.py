@@ -9,7 +9,7 @@ import msgspec
 from segue.contract.reports import FinishReason
 from segue.errors import RequestFailed
 from segue.verify.cases import Scope, build_cases
-from segue.verify.delivery import Answer, Delivered, Logprobs, deliver, plan_rounds
+from segue.verify.delivery import Delivered, Logprobs, SeenAnswer, deliver, plan_rounds
 from segue.verify.modes import PLAIN, Combination, Evidence, Mode, Setup, Skipped, plan
 from segue.verify.workbench import Workbench
 
@@ -112,7 +112,7 @@ class Verification:
             )
             for is_long, length in ((False, answer_len), (True, LONG_ANSWERS * answer_len))
         }
-        self._plain: dict[tuple[bool, str], Answer] = {}
+        self._plain: dict[tuple[bool, str], SeenAnswer] = {}
         """By whether answers are long, and the request's name."""
         self.combinations, self.skipped = plan(modes, pairs=pairs, base=self._base)
 
@@ -175,14 +175,14 @@ def _signs(combination: Combination, evidence: Evidence) -> tuple[Sign, ...]:
     return tuple(Sign(mode.name, mode.sign, mode.count(evidence)) for mode in combination.modes)
 
 
-def _count_logprobs(answer: Answer) -> int:
+def _count_logprobs(answer: SeenAnswer) -> int:
     return sum(len(entry) for entry in (*answer.logprobs, *(answer.prompt_logprobs or ())))
 
 
 # --- comparison -----------------------------------------------------------------------------------------------
 
 
-def compare(modes: str, plain: Answer, found: Answer) -> Difference | None:
+def compare(modes: str, plain: SeenAnswer, found: SeenAnswer) -> Difference | None:
     """The first difference: ids with `==`, log-probabilities by their 64 bits. None: there is none."""
     prompt_logprobs = plain.prompt_logprobs if found.prompt_logprobs is not None else None
     rows: tuple[tuple[str, Sequence[object], Sequence[object]], ...] = (
@@ -213,7 +213,7 @@ def _first_difference(a: Sequence[object], b: Sequence[object]) -> int:
     return next((i for i in range(length) if a[i] != b[i]), length)
 
 
-def _show(what: str, at: int, answer: Answer, values: Sequence[object]) -> str:
+def _show(what: str, at: int, answer: SeenAnswer, values: Sequence[object]) -> str:
     if at >= len(values):
         return "nothing"
     match what:
