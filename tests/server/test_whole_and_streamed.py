@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.server.conftest import Scripted
 from tests.server.running import RunningServer, read_events
@@ -29,6 +31,19 @@ TOOLS: dict[str, Any] = {
 CALLS = (
     'So: <tool_call>{"name": "look", "arguments": {"at": "🦊"}}</tool_call>'
     '<tool_call>{"name": "wait"}</tool_call> the end and more'
+)
+FRAGMENTS = (
+    *(
+        "the hen",
+        " and",
+        " 🦊 in",
+        "<tool_c",
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "look"',
+        ', "arguments": ',
+    ),
+    *('{"at": "an 🦊"}', "}", '{"name": "wait"}', '<tool_call>{"name": "wait"}</tool_call>', '"', "\n"),
 )
 
 
@@ -136,6 +151,77 @@ def test_tool_calls(scripted: Scripted, said: str, asked: dict[str, Any]) -> Non
         if num_calls and said != CALLS[:60]:
             assert choice["stop_reason"] == " and"
             assert choice["finish_reason"] == "tool_calls"
+
+
+def responded(server: RunningServer, body: dict[str, Any], *, stream: bool) -> Any:
+    """An answer of /v1/responses; that of a stream is made of all events but the last, which must tell the same."""
+    if not stream:
+        return without_ids(whole(server, "/v1/responses", body))
+    output: list[Any] = []
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/responses", json={**body, "stream": True}) as response,
+    ):
+        *events, last = (json.loads(data) for data in read_events(response.iter_lines()))
+    for event in events:
+        item = next(iter(output[event.get("output_index", 0) :]), {})
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                output.append(event["item"])
+            case "content_part.added":
+                item["content"].append(event["part"])
+            case "output_text.delta":
+                item["content"][0]["text"] += event["delta"]
+                item["content"][0]["logprobs"] += event["logprobs"]
+            case "function_call_arguments.delta":
+                item["arguments"] += event["delta"]
+            case "output_item.done":
+                item["status"] = event["item"]["status"]
+                assert item == event["item"]
+    assert last["response"]["output"] == output
+    return without_ids({key: value for key, value in last["response"].items() if key not in DRAWN_AT_RANDOM})
+
+
+def without_ids(response: Any) -> Any:
+    """All that says the same each time."""
+    response.pop("created_at")
+    for item in response["output"]:
+        for name in {"id", "call_id"} & item.keys():
+            item.pop(name)
+    return response
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    said=st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join),
+    max_tokens=st.integers(1, 120),
+    logprobs=st.booleans(),
+    n=st.integers(1, 2),
+    parallel=st.booleans(),
+    with_tools=st.booleans(),
+)
+def test_whatever_is_said(
+    scripted: Scripted,
+    *,
+    said: str,
+    max_tokens: int,
+    logprobs: bool,
+    n: int,
+    parallel: bool,
+    with_tools: bool,
+) -> None:
+    scripted.say(said)
+    body: dict[str, Any] = {**(TOOLS if with_tools else {}), "parallel_tool_calls": parallel}
+    more = {"max_tokens": max_tokens, "logprobs": logprobs, "n": n, "return_token_ids": logprobs}
+    assert_same(scripted.server, "/v1/chat/completions", {**CHAT, **body, **more})
+    if with_tools:
+        body["tools"] = [{"type": "function", **tool["function"]} for tool in TOOLS["tools"]]
+    if logprobs:
+        body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    body |= {"input": "the hen", "max_output_tokens": max_tokens}
+    responded(scripted.server, body, stream=False)  # from now on, so much of the prompt is cached
+    once, in_parts = (responded(scripted.server, body, stream=stream) for stream in (False, True))
+    assert once == in_parts
 
 
 def test_cached_tokens_are_told_in_every_form(server: RunningServer) -> None:

@@ -256,11 +256,8 @@ class _ChatWriter(ChunkWriter[ChatChunkChoice, ChatChunk]):
         """None when a delta has nothing to show, since its text may be part of a tool call."""
         reader = self._readers[delta.index]
         is_last = delta.finish_reason is not None
-        message = MessageDelta(content=delta.text)
-        if reader is not None:
-            added = reader.push(delta.text, is_last=is_last)
-            message.content = content_of(added) or UNSET
-            message.tool_calls = calls_of(added) or UNSET
+        added = reader.push(delta.text, is_last=is_last)
+        message = MessageDelta(content=content_of(added), tool_calls=calls_of(added))
         choice = ChatChunkChoice(index=delta.index, delta=message)
         if delta.logprobs is not None:
             choice.logprobs = self._logprobs.chat(
@@ -269,8 +266,8 @@ class _ChatWriter(ChunkWriter[ChatChunkChoice, ChatChunk]):
         if self._body.return_token_ids:
             choice.token_ids = delta.token_ids
         if is_last:
-            has_calls = reader is not None and bool(reader.names)
-            choice.finish_reason = _finish_reason(str(delta.finish_reason), has_calls)
+            stopped_to_call = bool(reader.names) and delta.finish_reason == "stop"
+            choice.finish_reason = "tool_calls" if stopped_to_call else str(delta.finish_reason)
             choice.stop_reason = delta.stop_reason
         has_news = message.content is not UNSET or message.tool_calls is not UNSET
         return choice if has_news or is_last or choice.logprobs or self._body.return_token_ids else None
@@ -309,7 +306,3 @@ async def _encode(
     )
     check_prompt_logprobs([prompt], params)
     return prompt
-
-
-def _finish_reason(reason: str, has_calls: bool) -> str:
-    return "tool_calls" if has_calls and reason == "stop" else reason

@@ -54,7 +54,7 @@ from segue.server.shared.body import Unsupported, read_body
 from segue.server.shared.encoding import encode_messages
 from segue.server.shared.generation import Generation
 from segue.server.shared.http_errors import error_of, fields_named
-from segue.server.shared.logprobs import LogprobWriter, TokenLogprob
+from segue.server.shared.logprobs import LogprobWriter, Positions, TextOfTokens, TokenLogprob
 from segue.server.shared.options import ServerOptions
 from segue.server.shared.request_id import answer_id
 from segue.server.shared.sampling import IGNORED_SAMPLING, UNSUPPORTED_SAMPLING, Count, SamplingFields
@@ -152,6 +152,7 @@ class _ResponseWriter:
         response: ResponseObject,
         serving: Serving,
         stored: StoredItems,
+        tools: ToolUse,
         generation: Generation,
     ) -> None:
         self._body = body
@@ -159,7 +160,12 @@ class _ResponseWriter:
         self._stored = stored
         self._response = response
         self._logprobs = LogprobWriter(serving.llm.get_tokenizer(), as_ids=False)
-        self._tools = _tool_use(serving, body)
+        self._reader = tools.reader()
+        self._texts: TextOfTokens | None = None
+        if tools.format is not None and generation.params.logprobs is not None:
+            tokenizer = serving.llm.get_tokenizer()
+            hidden = tokenizer.special_ids if generation.params.skip_special_tokens else ()
+            self._texts = TextOfTokens(Positions(tokenizer, 0, hidden=hidden))
         self._num_events = 0
 
     @classmethod
@@ -191,7 +197,7 @@ class _ResponseWriter:
             tools=body.tools or [],
             top_p=params.top_p,
         )
-        return cls(body, response, serving, stored, generation)
+        return cls(body, response, serving, stored, tools, generation)
 
     async def whole(self) -> ResponseObject:
         async with contextlib.aclosing(self._events()) as events:
@@ -228,18 +234,20 @@ class _ResponseWriter:
         yield Created(response=self._response)
         yield InProgress(response=self._response)
         items = _Items(self._response.output)
-        reader = self._tools.reader()
+        logprobs: list[
+            TokenLogprob
+        ] = []  # of tokens whose text is no message's so far; a call's have no place
         async with contextlib.aclosing(self._generation.deltas()) as deltas:
             async for delta in deltas:
-                is_last = delta.finish_reason is not None
-                logprobs = self._text_logprobs(delta)
-                added = [Content(delta.text)] if reader is None else reader.push(delta.text, is_last=is_last)
-                for each in added:
-                    for event in items.add(each, logprobs):
-                        yield event
-                    logprobs = []
-                if is_last:
-                    for event in items.finish("completed" if delta.finish_reason == "stop" else "incomplete"):
+                for text, more, is_last in self._parts(delta):
+                    logprobs = logprobs + more
+                    for each in self._reader.push(text, is_last=is_last):
+                        for event in items.add(each, logprobs):
+                            yield event
+                        logprobs = []
+                if delta.finish_reason is not None:
+                    is_complete = delta.finish_reason == "stop"
+                    for event in items.finish("completed" if is_complete else "incomplete", logprobs):
                         yield event
                     yield self._end(delta)
 
@@ -257,10 +265,20 @@ class _ResponseWriter:
         response.incomplete_details = IncompleteDetails(reason=reason)
         return Incomplete(response=response)
 
-    def _text_logprobs(self, delta: Delta) -> list[TokenLogprob]:
-        if delta.logprobs is None:
-            return []
-        return self._logprobs.chat(delta.token_ids, delta.logprobs, self._body.top_logprobs or 0).content
+    def _parts(self, delta: Delta) -> Iterator[tuple[str, list[TokenLogprob], bool]]:
+        """Texts, what goes with each, and whether it is the last; token by token where calls must be told from text."""
+        is_last = delta.finish_reason is not None
+        logprobs: list[TokenLogprob] = []
+        if delta.logprobs is not None:
+            num_top = self._body.top_logprobs or 0
+            logprobs = self._logprobs.chat(delta.token_ids, delta.logprobs, num_top).content
+        if self._texts is None:
+            yield delta.text, logprobs, is_last
+            return
+        for text, more in self._texts.push(delta.text, delta.token_ids, logprobs, is_last=is_last):
+            yield text, more, False
+        if is_last:
+            yield "", [], True
 
 
 class _Items:
@@ -285,10 +303,10 @@ class _Items:
                 if isinstance(function.arguments, str) and function.arguments:
                     yield self._add_arguments(function.arguments)
 
-    def finish(self, status: Status) -> Iterator[Event]:
-        """Closes the last item; an answer without any becomes an empty message."""
-        if not self._items:
-            yield from self._open(MessageItem(id=new_id("msg_")))
+    def finish(self, status: Status, logprobs: list[TokenLogprob]) -> Iterator[Event]:
+        """Closes the last item; an answer without any becomes an empty message. `logprobs`: of tokens without text."""
+        if not self._items or (logprobs and isinstance(self._items[-1], MessageItem)):
+            yield from self.add(Content(""), logprobs)
         yield from self._close(status)
 
     def _open(self, item: OutputItem) -> Iterator[Event]:

@@ -1,7 +1,8 @@
 """Log-probabilities in the formats of completions, of chat completions, and of vLLM's `prompt_logprobs`."""
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -60,14 +61,51 @@ class Positions:
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._next = start
+        self.end = start
+        """Where the token that was taken last ends."""
 
     def take(self, token: int) -> int:
         """The next token's."""
-        position = self._next
+        position = self.end
         if token not in self._hidden:
-            self._next += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
+            self.end += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
         return position
+
+
+class TextOfTokens:
+    """Deals an answer's text to its tokens, however both come: text may come after its tokens, and for many at once.
+
+    What is made of the dealt texts then does not depend on the schedule.
+    """
+
+    def __init__(self, positions: Positions) -> None:
+        """`positions` begin at 0."""
+        self._positions = positions
+        self._waiting: deque[tuple[int, TokenLogprob]] = deque()
+        """Tokens whose text has not all come, and where it ends."""
+        self._text = ""
+        """What has not been dealt."""
+        self._start = 0
+        """Its position."""
+
+    def push(
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, is_last: bool
+    ) -> Iterator[tuple[str, list[TokenLogprob]]]:
+        """The text of each token that is complete, with the token's entry; at the end all that is left."""
+        self._text += text
+        for token, logprob in zip(token_ids, logprobs, strict=True):
+            self._positions.take(token)
+            self._waiting.append((self._positions.end, logprob))
+        while self._waiting and (is_last or self._waiting[0][0] <= self._start + len(self._text)):
+            end, logprob = self._waiting.popleft()
+            yield self._take(end - self._start), [logprob]
+        if is_last and self._text:
+            yield self._take(len(self._text)), []
+
+    def _take(self, num_chars: int) -> str:
+        taken, self._text = self._text[:num_chars], self._text[num_chars:]
+        self._start += len(taken)
+        return taken
 
 
 class LogprobWriter:

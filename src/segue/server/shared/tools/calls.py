@@ -118,9 +118,9 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     def needs_special_tokens(self) -> bool:
         return self.format in NEED_SPECIAL_TOKENS
 
-    def reader(self) -> "CallReader | None":
-        """For one answer. None when the answer is all content."""
-        return None if self.format is None else CallReader(self, self.format)
+    def reader(self) -> "CallReader":
+        """For one answer."""
+        return CallReader(self)
 
     def check(self, names: Sequence[str]) -> None:
         """Raises HttpError when an answer has not called (by these names) what it had to."""
@@ -133,15 +133,17 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 class CallReader:
     """One answer's text as content and tool calls."""
 
-    def __init__(self, use: ToolUse, format: ToolFormat) -> None:
+    def __init__(self, use: ToolUse) -> None:
         self._use = use
-        self._format = format
-        self._reader = READERS[format]([tool.function.name for tool in use.tools])
+        names = [tool.function.name for tool in use.tools]
+        self._reader = None if use.format is None else READERS[use.format](names)
         self.names: list[str] = []
         """Of what was called so far."""
 
     def push(self, text: str, *, is_last: bool) -> list[Content | ToolCallDelta]:
-        """What more text adds, in order. Raises ToolNotCalled at the end."""
+        """What more text adds, in order. Raises HttpError at the end if a call is missing."""
+        if self._reader is None:
+            return [Content(text)]
         pieces = self._reader.push(text)
         if is_last:
             pieces += self._reader.finish()
@@ -166,7 +168,7 @@ class CallReader:
                 return ToolCallDelta(index=piece.index, function=FunctionCallDelta(arguments=piece.text))
 
     def _new_id(self) -> str:
-        if self._format == "mistral":
+        if self._use.format == "mistral":
             return secrets.token_hex(MISTRAL_ID_CHARS)[:MISTRAL_ID_CHARS]
         return f"call_{secrets.token_hex(12)}"
 
@@ -184,11 +186,12 @@ def _not_called(message: str) -> HttpError:
     )
 
 
-def content_of(added: Sequence[Content | ToolCallDelta]) -> str:
-    return "".join(each.text for each in added if isinstance(each, Content))
+def content_of(added: Sequence[Content | ToolCallDelta]) -> str | UnsetType:
+    texts = [each.text for each in added if isinstance(each, Content)]
+    return "".join(texts) if texts else UNSET
 
 
-def calls_of(added: Sequence[Content | ToolCallDelta]) -> list[ToolCallDelta]:
+def calls_of(added: Sequence[Content | ToolCallDelta]) -> list[ToolCallDelta] | UnsetType:
     """One for each call: clients take the first chunk of a call as it is."""
     calls: dict[int, ToolCallDelta] = {}
     for each in added:
@@ -196,4 +199,4 @@ def calls_of(added: Sequence[Content | ToolCallDelta]) -> list[ToolCallDelta]:
             first = calls.setdefault(each.index, each)
             if first is not each:
                 first.function.arguments = (first.function.arguments or "") + (each.function.arguments or "")
-    return list(calls.values())
+    return list(calls.values()) or UNSET
