@@ -1,11 +1,14 @@
 """Writes tiny random Llama models as GGUF files, tokenizer included, for tests of everything above them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
 import gguf
 import numpy as np
+
+from segue.weights.dequantize import FORMATS
+from segue.weights.model_file import TensorType
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -20,6 +23,13 @@ _FIRST_MERGES = (
     "Ġo f", "r e", "a t", "Ġ in", "Ġt o", "l l", "e s", "Ġ w", "Ġ b", "Ġ h", "i s", "o r", "i t", "e d",
 )  # fmt: skip
 """Of three levels, so that merging has something to decide."""
+
+SCALES = {
+    TensorType.Q4_0: (0,), TensorType.Q4_1: (0, 2), TensorType.Q5_0: (0,), TensorType.Q5_1: (0, 2),
+    TensorType.Q8_0: (0,), TensorType.Q2_K: (80, 82), TensorType.Q3_K: (108,), TensorType.Q4_K: (0, 2),
+    TensorType.Q5_K: (0, 2), TensorType.Q6_K: (208,), TensorType.IQ4_NL: (0,), TensorType.IQ4_XS: (0,),
+}  # fmt: skip
+"""Where a block has its f16 scale, and that of its minimum."""
 
 
 def tiny_llama(
@@ -42,11 +52,10 @@ def tiny_llama(
 ) -> Path:
     """Write a random Llama model and return `path`.
 
-    Matrices have `tensor_type`; `hidden`, `ffn` and `heads · head_dim` are multiples of 32 for the
-    quantised ones. The embedding has `embedding_type`, by default Q8_0 in a quantised model. `metadata`
+    Matrices have `tensor_type`; `hidden`, `ffn` and `heads · head_dim` are multiples of its block, 32 or
+    256 for the quantised ones. The embedding has `embedding_type`, by default Q8_0 in a quantised model. `metadata`
     is added to what the model needs; keys are written as they are. `vocab` is at least 300.
     """
-    quantised = tensor_type.startswith("Q")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_block_count(layers)
@@ -76,7 +85,8 @@ def tiny_llama(
         _add_tensor(writer, name, rng.uniform(0.5, 1.5, hidden).astype(np.float32), "F32")
 
     # The spread of the embedding makes logits of a few nats, so that sampling has something to decide.
-    kind = embedding_type or ("Q8_0" if quantised else tensor_type)
+    packed = FORMATS[TensorType[tensor_type]].block_elements > 1
+    kind = embedding_type or ("Q8_0" if packed else tensor_type)
     matrix("token_embd.weight", vocab, hidden, kind, scale=3.0)
     for layer in range(layers):
         norm(f"blk.{layer}.attn_norm.weight")
@@ -164,5 +174,49 @@ def _add_value(writer: gguf.GGUFWriter, key: str, value: int | float | bool | st
 
 
 def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str) -> None:
-    quantisation = gguf.GGMLQuantizationType[kind]
-    writer.add_tensor(name, gguf.quants.quantize(values, quantisation), raw_dtype=quantisation)
+    raw_dtype = gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(name, quantised(values, TensorType[kind]), raw_dtype=raw_dtype)
+
+
+def quantised(values: np.ndarray, kind: TensorType) -> np.ndarray:
+    """Rows of whole blocks for `values` [rows, elements]: bytes, or floats of the type.
+
+    Near the values where the package can write the type; else random blocks of their spread, the same ones for the
+    same values.
+    """
+    try:
+        stored: np.ndarray = gguf.quants.quantize(values, gguf.GGMLQuantizationType(kind.value))
+        return stored
+    except NotImplementedError:
+        rng = np.random.default_rng(np.frombuffer(values.tobytes()[:256], np.uint8))
+        rows, elements = values.shape
+        return random_blocks(kind, rows, elements, rng, spread=float(values.std()))
+
+
+def random_blocks(
+    kind: TensorType, rows: int, elements: int, rng: np.random.Generator, *, spread: float = 1.0
+) -> np.ndarray:
+    """[rows, bytes] of random blocks of a quantised type, whose values are around 0 with this spread."""
+    layout = FORMATS[kind]
+    blocks = rng.integers(0, 256, (rows * elements // layout.block_elements, layout.block_bytes), np.uint8)
+    if kind is TensorType.MXFP4:
+        blocks[:, 0] = 125 + round(np.log2(spread)) + rng.integers(-1, 2, len(blocks))
+    else:
+        scales = [np.zeros(len(blocks), np.float32) for _ in SCALES[kind]]
+        scales[0] = rng.uniform(0.5, 1.5, len(blocks)).astype(np.float32)
+        if len(scales) == 1:  # a format without minima is lopsided
+            scales[0] *= rng.choice((-1, 1), len(blocks))
+        _write_scales(kind, blocks, scales)
+        values = layout.values(blocks)
+        if len(scales) == 2:  # the minimum that brings the mean to 0
+            _write_scales(kind, blocks, [np.zeros_like(scales[0]), np.ones_like(scales[0])])
+            scales[1] = -values.mean(axis=1) / layout.values(blocks).mean(axis=1)
+        _write_scales(kind, blocks, scales)
+        factor = spread / layout.values(blocks).std()
+        _write_scales(kind, blocks, [scale * factor for scale in scales])
+    return blocks.reshape(rows, -1)
+
+
+def _write_scales(kind: TensorType, blocks: np.ndarray, scales: Sequence[np.ndarray]) -> None:
+    for at, scale in zip(SCALES[kind], scales, strict=True):
+        blocks[:, at : at + 2] = scale.astype("<f2")[:, None].view(np.uint8)

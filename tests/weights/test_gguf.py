@@ -8,6 +8,7 @@ import pytest
 
 from segue.errors import ModelFileError
 from segue.weights import gguf as reader
+from segue.weights.dequantize import FORMATS
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, TensorType
 from tests.weights.make_gguf import tiny_llama
@@ -25,7 +26,7 @@ from tests.weights.raw_gguf import (
     u64,
 )
 
-F32, Q4_0, Q4_K = 0, 2, 12
+F32, Q4_0, Q4_K, IQ2_XS = 0, 2, 12, 17
 
 
 def load(tmp_path: Path, content: bytes) -> ModelFile:
@@ -60,7 +61,8 @@ def test_tensor_types_are_ggmls() -> None:
     for kind in TensorType:
         theirs = package.GGMLQuantizationType[kind.name]
         assert theirs.value == kind.value
-        assert reader.BLOCKS[kind] == package.GGML_QUANT_SIZES[theirs]
+        layout = FORMATS[kind]
+        assert (layout.block_elements, layout.block_bytes) == package.GGML_QUANT_SIZES[theirs]
     for number, name in reader.OTHER_TYPES.items():
         assert package.GGMLQuantizationType(number).name == name
     assert not reader.OTHER_TYPES.keys() & {int(kind) for kind in TensorType}
@@ -205,7 +207,15 @@ DATA = bytes(32)
         (gguf(tensors=[tensor("a", [8, 0], F32, 0)], data=DATA), r"has the shape \(0, 8\)"),
         (gguf(tensors=[tensor("a", [2**63, 2**63], F32, 0)], data=DATA), "ends at byte"),
         (gguf(tensors=[tensor("a", [33], Q4_0, 0)], data=DATA), "no multiple of Q4_0's 32"),
-        (gguf(tensors=[tensor("a", [256], Q4_K, 0)], data=DATA), "Q4_K, which is not supported; use.*Q4_1"),
+        (
+            gguf(tensors=[tensor("a", [288], Q4_K, 0)], data=DATA * 9),
+            "288 elements, no multiple of Q4_K's 256",
+        ),
+        (gguf(tensors=[tensor("a", [256], Q4_K, 0)], data=bytes(143)), "ends at byte"),
+        (
+            gguf(tensors=[tensor("a", [256], IQ2_XS, 0)], data=DATA),
+            "IQ2_XS, which is not supported; use.*Q4_1",
+        ),
         (gguf(tensors=[tensor("a", [8], 4, 0)], data=DATA), "unknown type 4; supported are F32.*Q8_0"),
         (gguf(tensors=[tensor("a", [8], F32, 16)], data=DATA * 2), "no multiple of the alignment 32"),
         (gguf(tensors=[tensor("a", [8], F32, 32)], data=DATA), "ends at byte"),

@@ -5,13 +5,24 @@ import numpy as np
 import pytest
 
 from segue.models import build_program
+from segue.weights.dequantize import FORMATS, dequantize
 from segue.weights.gguf import load_gguf
-from tests.weights.make_gguf import tiny_llama
+from segue.weights.model_file import Tensor, TensorType
+from tests.weights.make_gguf import quantised, random_blocks, tiny_llama
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0"])
-def test_our_reader_sees_what_the_gguf_package_sees(tmp_path: Path, kind: str) -> None:
-    path = tiny_llama(tmp_path / "tiny.gguf", tensor_type=kind, tied=False, rope_freqs=True, head_dim=32)
+@pytest.mark.parametrize("kind", TensorType)
+def test_our_reader_sees_what_the_gguf_package_sees(tmp_path: Path, kind: TensorType) -> None:
+    path = tiny_llama(
+        tmp_path / "tiny.gguf",
+        tensor_type=kind.name,
+        hidden=256,
+        ffn=256,
+        heads=8,
+        head_dim=32,
+        tied=False,
+        rope_freqs=True,
+    )
     model = load_gguf(path)
     package = gguf.GGUFReader(path)
     assert model.path == str(path)
@@ -28,6 +39,19 @@ def test_our_reader_sees_what_the_gguf_package_sees(tmp_path: Path, kind: str) -
         assert int(ours.type) == int(theirs.tensor_type)
         assert ours.data.dtype == np.uint8
         assert ours.data.tobytes() == theirs.data.tobytes()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TensorType if FORMATS[kind].block_elements > 1])
+def test_random_weights_have_the_spread_that_is_asked_for(kind: TensorType) -> None:
+    wanted = np.random.default_rng(kind).standard_normal((8, 512), np.float32) / 16
+    for data in (
+        quantised(wanted, kind),
+        random_blocks(kind, 8, 512, np.random.default_rng(0), spread=1 / 16),
+    ):
+        values = dequantize(Tensor("w", wanted.shape, kind, data.reshape(-1)))
+        assert values.std() == pytest.approx(1 / 16, rel=0.3)
+        assert abs(values.mean()) < 1 / 160
+    np.testing.assert_array_equal(quantised(wanted, kind), quantised(wanted, kind))
 
 
 def test_seed_decides_the_weights(tmp_path: Path) -> None:

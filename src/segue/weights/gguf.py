@@ -32,6 +32,7 @@ import numpy as np
 
 from segue.display import show_name, show_path
 from segue.errors import ModelFileError
+from segue.weights.dequantize import FORMATS
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 
 MAGIC: Final = b"GGUF"
@@ -73,34 +74,15 @@ SCALARS: Final = {
     ValueType.FLOAT64: struct.Struct("<d"),
 }
 
-BLOCKS: Final[dict[TensorType, tuple[int, int]]] = {
-    TensorType.F32: (1, 4),
-    TensorType.F16: (1, 2),
-    TensorType.BF16: (1, 2),
-    TensorType.Q4_0: (32, 2 + 16),
-    TensorType.Q4_1: (32, 2 + 2 + 16),
-    TensorType.Q8_0: (32, 2 + 32),
-}
-"""Elements and bytes of one block of each type. A type is supported when it is here."""
-
 OTHER_TYPES: Final = {
-    6: "Q5_0",
-    7: "Q5_1",
     9: "Q8_1",
-    10: "Q2_K",
-    11: "Q3_K",
-    12: "Q4_K",
-    13: "Q5_K",
-    14: "Q6_K",
     15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
@@ -109,7 +91,8 @@ OTHER_TYPES: Final = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
+    40: "NVFP4",
+    41: "Q1_0",
 }
 """Types that exist and are not supported, so that a message can name them."""
 
@@ -274,21 +257,22 @@ class _Parser:
         type_number = self._u32(what)
         offset = self._u64(what)
         tensor_type = self._tensor_type(name, type_number)
-        elements, size_bytes = BLOCKS[tensor_type]
+        stored = FORMATS[tensor_type]
         if min(shape) < 1:
             raise self._damaged(f"the tensor {show_name(name)} has the shape {shape}")
-        if shape[-1] % elements:
+        if shape[-1] % stored.block_elements:
             raise self._damaged(
                 f"the rows of tensor {show_name(name)} have {shape[-1]} elements, "
-                f"no multiple of {tensor_type.name}'s {elements}"
+                f"no multiple of {tensor_type.name}'s {stored.block_elements}"
             )
-        return _TensorInfo(name, shape, tensor_type, offset, prod(shape) // elements * size_bytes)
+        size_bytes = prod(shape) // stored.block_elements * stored.block_bytes
+        return _TensorInfo(name, shape, tensor_type, offset, size_bytes)
 
     def _tensor_type(self, name: str, number: int) -> TensorType:
         try:
             return TensorType(number)
         except ValueError:
-            known = ", ".join(tensor_type.name for tensor_type in BLOCKS)
+            known = ", ".join(tensor_type.name for tensor_type in TensorType)
             if number in OTHER_TYPES:
                 raise self._error(
                     f"the tensor {show_name(name)} is {OTHER_TYPES[number]}, which is not supported; "

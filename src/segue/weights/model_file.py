@@ -9,14 +9,24 @@ import numpy.typing as npt
 
 
 class TensorType(IntEnum):
-    """Storage of a tensor's elements, with GGML's numbers. Only what the runtimes can compute with."""
+    """Storage of a tensor's elements, with GGML's numbers. `dequantize.py` says what each one means."""
 
     F32 = 0
     F16 = 1
     Q4_0 = 2
     Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    IQ4_NL = 20
+    IQ4_XS = 23
     BF16 = 30
+    MXFP4 = 39
 
 
 @dataclass(frozen=True)
