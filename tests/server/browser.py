@@ -88,7 +88,7 @@ class Page:
         """Waits until it is true."""
         end_s = asyncio.get_running_loop().time() + WAIT_S
         while not await self.evaluate(f"Boolean({expression})"):
-            text = await self.evaluate("document.body.innerText")
+            text = await self.evaluate("document.body?.innerText")
             assert asyncio.get_running_loop().time() < end_s, f"{expression}\n{text}\n{self.problems}"
             await asyncio.sleep(0.02)
 
