@@ -151,6 +151,8 @@ class LiveConversation:
                 self._live = _Live(live.session, known)
         if self.state.input_text:
             self._reconcile(self.state)
+        else:
+            self._become_less(self.state)  # input may have been cleared meanwhile
 
     def close(self) -> None:
         """Nothing of it is to stay in the engine."""
