@@ -392,7 +392,6 @@ def test_a_server_that_goes_away_is_one_line(tmp_path: Path, model_path: Path) -
         chat_terminal("--url", server.url, SEGUE_HOME=str(tmp_path)) as terminal,
     ):
         terminal.until(b"> ")
-        assert server.process is not None
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
         terminal.type(b"the hen\n")

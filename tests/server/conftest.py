@@ -10,7 +10,14 @@ from segue import LLM, AsyncLLM
 from segue.server.shared.options import ServerOptions
 from segue.tokens import Tokenizer
 from segue.weights.gguf import load_gguf
-from tests.server.running import RunningServer, Script, scripted_args, serve_process, serve_script
+from tests.server.running import (
+    RunningServer,
+    Script,
+    ServerProcess,
+    scripted_args,
+    serve_process,
+    serve_script,
+)
 from tests.weights.make_gguf import tiny_llama
 
 CONTEXT = 16384
@@ -23,7 +30,7 @@ def long_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, long_path: Path) -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory, long_path: Path) -> Iterator[ServerProcess]:
     log = tmp_path_factory.mktemp("server") / "log"
     arguments = ("--served-model-name", "tiny", "--served-model-name", "also", "--num-kv-blocks", "1200")
     with serve_process(
@@ -33,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, long_path: Path) -> Iterato
 
 
 @pytest.fixture(scope="session")
-def openai(server: RunningServer) -> Iterator[OpenAI]:
+def openai(server: ServerProcess) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 

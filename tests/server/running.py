@@ -32,8 +32,6 @@ class RunningServer:
 
     url: str
     model: str
-    process: "subprocess.Popen[bytes] | None" = None
-    log_path: Path | None = None
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=None, **options)
@@ -43,11 +41,6 @@ class RunningServer:
         host, port = self.url.removeprefix("http://").split(":")
         return host, int(port)
 
-    @property
-    def log(self) -> str:
-        assert self.log_path is not None
-        return self.log_path.read_text()
-
     def metric(self, name: str) -> float:
         """A metric's value, summed over its labels."""
         with self.client() as client:
@@ -56,9 +49,25 @@ class RunningServer:
         assert values, name
         return sum(map(float, values))
 
+
+@dataclass
+class ServerProcess(RunningServer):
+    """One in a process of its own."""
+
+    process: "subprocess.Popen[bytes]"
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def children(self) -> list[int]:
+        """Started by any of its threads."""
+        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for each in lists for pid in each.read_text().split()]
+
     def stop(self) -> int:
         """SIGTERM. Returns the exit code."""
-        assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait()
 
@@ -72,7 +81,7 @@ def until(condition: Callable[[], bool]) -> None:
 @contextlib.contextmanager
 def serve_process(
     log_path: Path, model: Path, *arguments: str, **environment: str
-) -> Iterator[RunningServer]:
+) -> Iterator[ServerProcess]:
     """`segue serve` on a free port; ended by SIGKILL if it still runs."""
     command = [sys.executable, "-m", "segue", "serve", str(model)]
     if not any(argument.startswith("--uds") for argument in arguments):
@@ -87,7 +96,7 @@ def serve_process(
             until(lambda: process.poll() is not None or _SERVES.search(log_path.read_text()) is not None)
             found = _SERVES.search(log_path.read_text())
             assert found is not None, log_path.read_text()
-            yield RunningServer(found["url"], found["model"], process, log_path)
+            yield ServerProcess(found["url"], found["model"], process, log_path)
         finally:
             process.kill()
 

@@ -5,6 +5,7 @@ python -m tests.server.sweep http://127.0.0.1:8000 --examples 2000
 """
 
 import argparse
+from typing import Any
 
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
@@ -12,11 +13,14 @@ from hypothesis import seed as hypothesis_seed
 from hypothesis import strategies as st
 from schemathesis import APIOperation, Case, GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
+
+Operation = APIOperation[Any, Any, Any, Any]
 
 REQUEST_S = 60
 MAX_TOKENS = 4
@@ -36,13 +40,13 @@ def sweep(url: str, *, examples: int, seed: int) -> int:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     count = 0
     for result in schema.get_all_operations():
-        operation = result.ok()
+        assert isinstance(result, Ok), result.err()
         for mode in GenerationMode:
-            count += _send(operation, mode, url, examples=examples, seed=seed)
+            count += _send(result.ok(), mode, url, examples=examples, seed=seed)
     return count
 
 
-def _send(operation: APIOperation, mode: GenerationMode, url: str, *, examples: int, seed: int) -> int:
+def _send(operation: Operation, mode: GenerationMode, url: str, *, examples: int, seed: int) -> int:
     count = 0
 
     @hypothesis_seed(seed)
@@ -54,7 +58,7 @@ def _send(operation: APIOperation, mode: GenerationMode, url: str, *, examples: 
         suppress_health_check=list(HealthCheck),
     )
     @given(_strategy(operation, mode))
-    def send(case: Case) -> None:
+    def send(case: Case[Any]) -> None:
         nonlocal count
         count += 1
         length = LENGTHS.get(operation.path)
@@ -78,7 +82,7 @@ def _send(operation: APIOperation, mode: GenerationMode, url: str, *, examples: 
     return count
 
 
-def _strategy(operation: APIOperation, mode: GenerationMode) -> st.SearchStrategy[Case]:
+def _strategy(operation: Operation, mode: GenerationMode) -> st.SearchStrategy[Case[Any]]:
     if mode is GenerationMode.NEGATIVE and not operation.body:
         return operation.as_strategy(GenerationMode.POSITIVE)
     return operation.as_strategy(mode)

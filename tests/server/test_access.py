@@ -32,7 +32,7 @@ def handshake(server: RunningServer, **options: Any) -> tuple[int, bytes]:
                 assert json.loads(await socket.recv())["type"] == "session.created"
             return 101, b""
         except InvalidStatus as error:
-            return error.response.status_code, error.response.body or b""
+            return error.response.status_code, bytes(error.response.body or b"")
 
     return asyncio.run(run())
 

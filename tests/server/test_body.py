@@ -10,6 +10,7 @@ from segue.server.app import ENDPOINTS
 from segue.server.realtime.client_events import AnyClientEvent
 from segue.server.shared.body import read_fields
 from segue.server.shared.encoding import for_template
+from segue.tokens.chat import Message
 from tests.server.running import RunningServer
 
 KINDS = [endpoint.body for endpoint in ENDPOINTS if endpoint.body is not None] + [AnyClientEvent]
@@ -92,7 +93,7 @@ def test_null_stays_where_it_means_something() -> None:
 
 def test_messages_for_a_template_have_no_nulls() -> None:
     call = {"id": None, "index": None, "function": {"name": "f", "arguments": None, "strict": None}}
-    messages = [
+    messages: list[Message] = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": None}], "name": None},
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
         {"role": "assistant", "tool_calls": [call]},

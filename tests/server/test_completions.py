@@ -7,7 +7,7 @@ import pytest
 
 from segue import LLM, SamplingParams
 from tests.server.conftest import Scripted
-from tests.server.running import RunningServer, read_events
+from tests.server.running import RunningServer, ServerProcess, read_events
 
 
 def complete(server: RunningServer, **body: Any) -> dict[str, Any]:
@@ -44,7 +44,13 @@ def test_prompts_of_every_kind(server: RunningServer, long_llm: LLM) -> None:
 
 
 def test_answers_to_several_prompts_are_numbered_by_prompt(server: RunningServer) -> None:
-    body = {"prompt": ["the hen", "of"], "n": 2, "seed": 4, "temperature": 1.0, "max_tokens": 10}
+    body: dict[str, Any] = {
+        "prompt": ["the hen", "of"],
+        "n": 2,
+        "seed": 4,
+        "temperature": 1.0,
+        "max_tokens": 10,
+    }
     whole = complete(server, **body)
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     texts = ["", "", "", ""]
@@ -86,7 +92,7 @@ def test_echo_and_prompt_logprobs(server: RunningServer, long_llm: LLM) -> None:
 
 
 def test_echo_without_an_answer_costs_the_prompt(server: RunningServer) -> None:
-    body = {"prompt": ["the hen and", "inn"], "max_tokens": 0, "echo": True, "n": 2}
+    body: dict[str, Any] = {"prompt": ["the hen and", "inn"], "max_tokens": 0, "echo": True, "n": 2}
     whole = complete(server, **body, logprobs=0)
     assert [choice["text"] for choice in whole["choices"]] == ["the hen and"] * 2 + ["inn"] * 2
     assert all(choice["finish_reason"] == "length" for choice in whole["choices"])
@@ -123,7 +129,7 @@ def check_positions(choices: list[dict[str, Any]], *, num_after: int) -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 def test_positions_and_names_of_parts_of_characters(scripted: Scripted, streamed: bool) -> None:
     scripted.say(SAID)
-    body = {"prompt": "é🐔", "max_tokens": 60, "logprobs": 1}
+    body: dict[str, Any] = {"prompt": "é🐔", "max_tokens": 60, "logprobs": 1}
     if streamed:
         choices = [choice for chunk in stream(scripted.server, **body) for choice in chunk["choices"]]
     else:
@@ -142,7 +148,13 @@ def test_positions_in_an_echoed_prompt(server: RunningServer) -> None:
 
 
 def test_echo_streams_the_prompt_first(server: RunningServer) -> None:
-    body = {"prompt": "the hen and", "max_tokens": 4, "echo": True, "logprobs": 1, "temperature": 0}
+    body: dict[str, Any] = {
+        "prompt": "the hen and",
+        "max_tokens": 4,
+        "echo": True,
+        "logprobs": 1,
+        "temperature": 0,
+    }
     whole = complete(server, **body)["choices"][0]
     chunks = [chunk["choices"][0] for chunk in stream(server, **body)]
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
@@ -227,7 +239,7 @@ def test_ids_and_names(server: RunningServer) -> None:
     assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
 
 
-def test_unknown_fields_are_logged_and_ignored(server: RunningServer) -> None:
+def test_unknown_fields_are_logged_and_ignored(server: ServerProcess) -> None:
     assert text(server, prompt="the hen", no_such_field=1) == text(server, prompt="the hen")
     assert "CompletionRequest: ignored the unknown field 'no_such_field'" in server.log
 
@@ -247,7 +259,11 @@ def test_tokenize_and_detokenize(server: RunningServer, long_llm: LLM) -> None:
 def test_continuing_a_message(server: RunningServer, long_llm: LLM) -> None:
     messages = [{"role": "user", "content": "the hen"}, {"role": "assistant", "content": "an inn"}]
     prompt = "<|im_start|>user\nthe hen<|im_end|>\n<|im_start|>assistant\nan inn"
-    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    body: dict[str, Any] = {
+        "messages": messages,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
     with server.client() as client:
         assert client.post("/tokenize", json=body).json()["tokens"] == long_llm.get_tokenizer().encode(
             prompt, parse_special=True

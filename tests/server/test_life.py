@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.server.conftest import CONTEXT, Scripted
-from tests.server.running import RunningServer, read_events, serve_process, until
+from tests.server.running import RunningServer, ServerProcess, read_events, serve_process, until
 
 ENDLESS: dict[str, Any] = {"prompt": "the hen", "max_tokens": CONTEXT, "ignore_eos": True, "temperature": 0}
 RUNNING = "vllm:num_requests_running"
@@ -71,7 +71,7 @@ def test_it_is_freed_within_one_step(scripted: Scripted) -> None:
     assert scripted.server.metric("vllm:kv_cache_usage_perc") == 0
 
 
-def test_half_a_request_is_nothing(server: RunningServer) -> None:
+def test_half_a_request_is_nothing(server: ServerProcess) -> None:
     for sent in (b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
                  b"content-length: 100\r\n\r\n{", b"\x16\x03\x01nonsense\r\n\r\n"):  # fmt: skip
         with socket.create_connection(server.address) as connection:
@@ -107,7 +107,6 @@ def test_open_requests_may_finish(tmp_path: Path, long_path: Path) -> None:
     ):
         lines = stream.iter_lines()
         next(lines)
-        assert server.process is not None
         server.process.send_signal(signal.SIGTERM)
         *chunks, done = read_events(lines)
         assert done == "[DONE]"
@@ -137,7 +136,6 @@ def test_open_requests_are_cut_off(
     ):
         lines = stream.iter_lines()
         next(lines)
-        assert server.process is not None
         server.process.send_signal(number)
         *_, error, done = read_events(lines)
         assert json.loads(error)["error"]["code"] == "engine_unavailable"
@@ -172,7 +170,7 @@ def test_a_stream_goes_on_when_the_engine_is_killed(tmp_path: Path, long_path: P
         assert server.stop() == 0
 
 
-def _events_with_kill(lines: Iterator[str], server: RunningServer | None) -> Iterator[str]:
+def _events_with_kill(lines: Iterator[str], server: ServerProcess | None) -> Iterator[str]:
     """The events of a stream; the engine of `server` is killed after the tenth."""
     number = 0
     for line in lines:
@@ -180,15 +178,9 @@ def _events_with_kill(lines: Iterator[str], server: RunningServer | None) -> Ite
             continue
         number += 1
         if number == 10 and server is not None:
-            for pid in _children(server):
+            for pid in server.children():
                 os.kill(pid, signal.SIGKILL)
         yield line.removeprefix("data: ")
-
-
-def _children(server: RunningServer) -> list[int]:
-    assert server.process is not None
-    tasks = Path(f"/proc/{server.process.pid}/task")
-    return [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
 
 
 def test_unix_socket(tmp_path: Path, long_path: Path) -> None:

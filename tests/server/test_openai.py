@@ -7,6 +7,7 @@ from typing import Any
 import openai as api
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionTokenLogprob
 
 from segue import LLM, SamplingParams
 from segue.server.api.response_objects import MessageItem, OutputText
@@ -51,7 +52,9 @@ def test_completion_says_what_the_llm_says(openai: OpenAI, long_llm: LLM) -> Non
 def test_completion_streams_the_same(openai: OpenAI) -> None:
     arguments: Any = {"model": "tiny", "prompt": "an inn", "max_tokens": 32, "seed": 1, "n": 3, "logprobs": 1}
     whole = openai.completions.create(**arguments)
-    texts, tokens, offsets = ["", "", ""], [[], [], []], [[], [], []]
+    texts = ["", "", ""]
+    tokens: list[list[str]] = [[], [], []]
+    offsets: list[list[int]] = [[], [], []]
     usage = None
     for chunk in openai.completions.create(**arguments, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage
@@ -80,7 +83,9 @@ def test_chat_streams_the_same(openai: OpenAI) -> None:
         "top_logprobs": 3,
     }
     whole = openai.chat.completions.create(**arguments)
-    texts, logprobs, roles, reasons = ["", ""], [[], []], ["", ""], [None, None]
+    texts, roles = ["", ""], ["", ""]
+    logprobs: list[list[ChatCompletionTokenLogprob]] = [[], []]
+    reasons: list[str | None] = [None, None]
     for chunk in openai.chat.completions.create(**arguments, stream=True):
         assert chunk.usage is None
         for choice in chunk.choices:

@@ -3,11 +3,11 @@
 A longer sweep:  python -m tests.server.sweep --examples 2000
 """
 
-from tests.server.running import RunningServer
+from tests.server.running import ServerProcess
 from tests.server.sweep import sweep
 
 
-def test_no_request_breaks_the_server(server: RunningServer) -> None:
+def test_no_request_breaks_the_server(server: ServerProcess) -> None:
     assert sweep(server.url, examples=25, seed=1) > 100
     with server.client() as client:
         assert client.get("/health").status_code == 200

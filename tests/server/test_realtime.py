@@ -23,7 +23,7 @@ from segue.server.realtime.server_events import AnyServerEvent, ServerEvent
 from segue.server.realtime.session import RealtimeSession
 from segue.server.shared.options import ServerOptions
 from segue.server.shared.serving import Serving
-from tests.server.realtime_client import GREEDY, client, run, text_of, url
+from tests.server.realtime_client import GREEDY, Event, client, run, text_of, url
 from tests.server.running import RunningServer, serve_process
 
 
@@ -43,12 +43,12 @@ def test_openais_client(server: RunningServer, long_llm: LLM) -> None:
         async with client.realtime.connect(model=server.model) as connection:
             assert (await connection.recv()).type == "session.created"
             await connection.session.update(
-                session={
+                session={  # type: ignore[arg-type]  # the temperature is ours
                     "type": "realtime",
                     "instructions": "the hen",
                     "output_modalities": ["text"],
                     "max_output_tokens": 12,
-                    "temperature": 0,  # type: ignore[typeddict-unknown-key]
+                    "temperature": 0,
                 }
             )
             updated = await connection.recv()
@@ -72,6 +72,7 @@ def test_openais_client(server: RunningServer, long_llm: LLM) -> None:
                     assert event.text == text
                 elif event.type == "response.done":
                     break
+            assert event.type == "response.done"
             assert event.response.status == "incomplete"
             assert event.response.usage is not None
             assert event.response.usage.output_tokens == 12
@@ -493,7 +494,7 @@ def test_the_log_is_bounded_and_gives_again_what_was_sent() -> None:
         writer = asyncio.create_task(write())
         await asyncio.sleep(0.01)
         assert written * 1000 <= event_log.MAX_UNSENT_BYTES
-        seen = []
+        seen: list[Event] = []
         while len(seen) < 2000:
             seen.append(json.loads(await log.next()))
             log.sent()
@@ -520,11 +521,11 @@ def test_a_slow_reader_gets_it_all_in_larger_parts(long_path: Path, monkeypatch:
         async with AsyncLLM(long_path, max_model_len=2048) as llm:
             saved = SavedSession(conversation=ConversationState(now=datetime.now()))
             realtime = RealtimeSession(Serving(llm, "tiny", ServerOptions()), "sess", saved, changed)
-            for event in (
+            for wish in (
                 {"type": "input_text.append", "text": "the hen"},
                 {"type": "response.create", "response": {"temperature": 0, "max_output_tokens": 1000}},
             ):
-                await realtime.receive(json.dumps(event))
+                await realtime.receive(json.dumps(wish))
             while not (await llm.stats()).num_running:
                 await asyncio.sleep(0.01)
             while (await llm.stats()).num_running:
@@ -532,7 +533,7 @@ def test_a_slow_reader_gets_it_all_in_larger_parts(long_path: Path, monkeypatch:
             assert realtime.log._num_unsent_bytes < 2 * 4096
             kinds, text = [], ""
             while "response.done" not in kinds:
-                event = json.loads(await realtime.log.next())
+                event: Event = json.loads(await realtime.log.next())
                 realtime.log.sent()
                 kinds.append(event["type"])
                 text += event.get("delta", "")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Hostile:
         draw = self.random
         (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
         event: dict[str, Any] = {"type": kind, "event_id": draw.choice(["a", None, "x" * 200])}
-        fields = {
+        fields_of: dict[str, Callable[[], dict[str, object]]] = {
             "session.update": lambda: {"session": self._settings()},
             "conversation.item.create": lambda: {"item": self._item(), "previous_item_id": self._id()},
             "conversation.item.delete": lambda: {"item_id": self._id()},
@@ -48,7 +49,8 @@ class Hostile:
             "response.cancel": lambda: {"response_id": draw.choice([None, None, "resp_1"])},
             "input_text.append": lambda: {"text": self._text()},
             "input_text.revise": lambda: {"text": self._text()},
-        }.get(kind, dict)()
+        }
+        fields = fields_of[kind]() if kind in fields_of else {}
         event.update(fields)
         data = json.dumps(event)
         match draw.randrange(20):

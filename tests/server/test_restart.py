@@ -21,15 +21,6 @@ BODY: dict[str, Any] = {
 }
 
 
-def children(pid: int) -> list[int]:
-    """Started by any of its threads."""
-    return [
-        int(child)
-        for children in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in children.read_text().split()
-    ]
-
-
 def stream(server: RunningServer, seed: int) -> list[Any]:
     """All that a client is told of an answer, joined."""
     text, logprobs, reasons = "", [], []
@@ -48,7 +39,6 @@ def stream(server: RunningServer, seed: int) -> list[Any]:
 
 def test_streams_go_on_and_health_tells(tmp_path: Path, long_path: Path) -> None:
     with serve_process(tmp_path / "log", long_path, "--max-model-len", "4096") as server:
-        assert server.process is not None
         quiet = [stream(server, seed) for seed in range(3)]
         rough: list[list[Any]] = [[] for _ in quiet]
 
@@ -62,7 +52,7 @@ def test_streams_go_on_and_health_tells(tmp_path: Path, long_path: Path) -> None
         with server.client() as client:
             for _ in range(3):
                 until(lambda: server.metric("vllm:num_requests_running") >= 2)
-                (pid,) = children(server.process.pid)
+                (pid,) = server.children()
                 os.kill(pid, signal.SIGKILL)
                 until(lambda: client.get("/health").status_code == 503)
                 while (answer := client.get("/health")).status_code != 200:
@@ -83,10 +73,9 @@ def test_a_model_that_cannot_be_loaded_and_then_can(tmp_path: Path, tiny_path: P
     path.write_bytes(tiny_path.read_bytes())
     body = {"prompt": "the hen", "max_tokens": 5}
     with serve_process(tmp_path / "log", path, "--max-model-len", "256") as server, server.client() as client:
-        assert server.process is not None
         (tmp_path / "damaged").write_bytes(b"no model")
         (tmp_path / "damaged").rename(path)
-        (pid,) = children(server.process.pid)
+        (pid,) = server.children()
         os.kill(pid, signal.SIGKILL)
         until(lambda: client.get("/health").json().get("engine") != "running")
         until(lambda: client.get("/health").json().get("engine") != "restarting")
@@ -110,13 +99,12 @@ def test_the_next_engine_loads_the_file_that_the_first_one_did(tmp_path: Path, t
     link.symlink_to(tiny_path)
     body = {"prompt": "the hen", "temperature": 0, "max_tokens": 40, "ignore_eos": True, "logprobs": 1}
     with serve_process(tmp_path / "log", link) as server, server.client() as client:
-        assert server.process is not None
         assert server.model == str(link)
         before = client.post("/v1/completions", json=body).json()["choices"]
         link.unlink()
         link.symlink_to(tiny_llama(tmp_path / "other.gguf", seed=99))
-        (pid,) = children(server.process.pid)
+        (pid,) = server.children()
         os.kill(pid, signal.SIGKILL)
-        until(lambda: children(server.process.pid if server.process else 0) != [pid])
+        until(lambda: server.children() != [pid])
         until(lambda: client.get("/health").status_code == 200)
         assert client.post("/v1/completions", json=body).json()["choices"] == before

@@ -13,7 +13,6 @@ import pytest
 from segue.server.page.routes import FILES
 from tests.server.browser import Page, browser_page, the_browser
 from tests.server.running import RunningServer, serve_process
-from tests.server.test_restart import children
 
 SHIFT = 8
 
@@ -147,12 +146,11 @@ def test_a_conversation_survives_a_killed_engine(tmp_path: Path, long_path: Path
     with serve_process(tmp_path / "log", long_path, "--max-model-len", "8192") as server:
 
         async def test(page: Page) -> None:
-            assert server.process is not None
             await page.evaluate("document.getElementById('longest').value = 3000")
             await page.type("the hen")
             await page.press("Enter")
             await page.until(f"{LAST}?.querySelector('.text')?.textContent.length > 20")
-            (pid,) = children(server.process.pid)
+            (pid,) = server.children()
             os.kill(pid, signal.SIGKILL)
             await page.until(f"{LAST}.querySelector('.note')?.textContent.includes('3000 tokens')")
 

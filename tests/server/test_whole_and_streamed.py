@@ -164,7 +164,7 @@ def responded(server: RunningServer, body: dict[str, Any], *, stream: bool) -> A
     ):
         *events, last = (json.loads(data) for data in read_events(response.iter_lines()))
     for event in events:
-        item = next(iter(output[event.get("output_index", 0) :]), {})
+        item: dict[str, Any] = next(iter(output[event.get("output_index", 0) :]), {})
         match event["type"].removeprefix("response."):
             case "output_item.added":
                 output.append(event["item"])
