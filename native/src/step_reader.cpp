@@ -81,7 +81,7 @@ std::pair<int32_t, float> read_bias(nb::handle item, int vocab_size, const char*
     return {to_id(pair[0], vocab_size, what), to_float(pair[1], what)};
 }
 
-SamplingSpec read_sampling(nb::handle sampling, int vocab_size) {
+SamplingSpec new_spec(nb::handle sampling, int vocab_size) {
     static const SamplingNames names;
     SamplingSpec spec;
     spec.temperature = get_float(sampling, names.temperature);
@@ -112,28 +112,6 @@ struct CachedSpec {
     int vocab_size;  // that its ids were checked for
     std::shared_ptr<const SamplingSpec> spec;
 };
-
-std::shared_ptr<const SamplingSpec> spec_of(nb::handle sampling, int vocab_size) {
-    static const Name key{"_native"};
-    const nb::object dict = nb::steal(PyObject_GenericGetDict(sampling.ptr(), nullptr));
-    if (!dict.is_valid()) {  // no Sampling: reading it says so
-        PyErr_Clear();
-        return std::make_shared<const SamplingSpec>(read_sampling(sampling, vocab_size));
-    }
-    if (PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.interned)) {
-        const auto* cached = static_cast<const CachedSpec*>(PyCapsule_GetPointer(found, CachedSpec::kName));
-        if (cached == nullptr) throw nb::python_error();
-        if (cached->vocab_size == vocab_size) return cached->spec;
-    }
-    auto cached = std::make_unique<CachedSpec>(
-        CachedSpec{vocab_size, std::make_shared<const SamplingSpec>(read_sampling(sampling, vocab_size))});
-    std::shared_ptr<const SamplingSpec> spec = cached->spec;
-    const nb::capsule owner(cached.get(), CachedSpec::kName,
-                            [](void* p) noexcept { delete static_cast<CachedSpec*>(p); });
-    cached.release();
-    if (PyDict_SetItem(dict.ptr(), key.interned, owner.ptr()) != 0) throw nb::python_error();
-    return spec;
-}
 
 bool needs_history(const SamplingSpec& spec) {
     return spec.repetition_penalty != 1.0f || spec.presence_penalty != 0.0f || spec.frequency_penalty != 0.0f;
@@ -184,7 +162,7 @@ void read_sequence(nb::handle seq, int index, const Model& model, StepInput& inp
 
     const nb::object sampling = get(seq, names.sampling);
     if (!sampling.is_none()) {
-        s.sampling = spec_of(sampling, vocab_size);
+        s.sampling = read_sampling(sampling, vocab_size);
         if (needs_history(*s.sampling)) {
             s.history = read_history(get(seq, names.history), names.history.text, s.start + num_tokens, vocab_size);
             const auto drafts = input.tokens.end() - s.num_drafts;
@@ -236,6 +214,28 @@ nb::tuple to_python(const TokenLogprobs& row) {
 }
 
 }  // namespace
+
+std::shared_ptr<const SamplingSpec> read_sampling(nb::handle sampling, int vocab_size) {
+    static const Name key{"_native"};
+    const nb::object dict = nb::steal(PyObject_GenericGetDict(sampling.ptr(), nullptr));
+    if (!dict.is_valid()) {  // no Sampling: reading it says so
+        PyErr_Clear();
+        return std::make_shared<const SamplingSpec>(new_spec(sampling, vocab_size));
+    }
+    if (PyObject* found = PyDict_GetItemWithError(dict.ptr(), key.interned)) {
+        const auto* cached = static_cast<const CachedSpec*>(PyCapsule_GetPointer(found, CachedSpec::kName));
+        if (cached == nullptr) throw nb::python_error();
+        if (cached->vocab_size == vocab_size) return cached->spec;
+    }
+    auto cached = std::make_unique<CachedSpec>(
+        CachedSpec{vocab_size, std::make_shared<const SamplingSpec>(new_spec(sampling, vocab_size))});
+    std::shared_ptr<const SamplingSpec> spec = cached->spec;
+    const nb::capsule owner(cached.get(), CachedSpec::kName,
+                            [](void* p) noexcept { delete static_cast<CachedSpec*>(p); });
+    cached.release();
+    if (PyDict_SetItem(dict.ptr(), key.interned, owner.ptr()) != 0) throw nb::python_error();
+    return spec;
+}
 
 std::vector<int32_t> read_ids(nb::handle sequence, int limit, const char* what) {
     std::vector<int32_t> ids;

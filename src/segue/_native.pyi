@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from segue.contract.step import SeqStep
+from segue.contract.step import Sampling, SeqStep
 from segue.models.program import Program
 from segue.weights.model_file import Tensor
 
@@ -39,29 +39,8 @@ class Model:
         """(tokens, logprobs by row, prompt logprobs by sequence, errors by sequence)."""
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]: ...
 
-class SamplingSpec:
-    """`Sampling` as numbers; `num_logprobs` is -1 for none."""
-
-    def __init__(
-        self,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        output_start: int = 0,
-        logit_bias: Sequence[tuple[int, float]] = ...,
-        banned: Sequence[int] = ...,
-        banned_until: int = 0,
-        seed: int = 0,
-        num_logprobs: int = -1,
-    ) -> None: ...
-
 def sample_row(
-    logits: npt.NDArray[np.float32], spec: SamplingSpec, position: int, history: Sequence[int] = ...
+    logits: npt.NDArray[np.float32], sampling: Sampling, position: int, history: Sequence[int]
 ) -> int:
     """The id drawn for `position` from logits [vocab]."""
 
