@@ -22,7 +22,7 @@ MAX_THREADS: Final = 1024
 COMPUTED: Final = (
     TensorType.F32, TensorType.F16, TensorType.BF16, TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0,
 )  # fmt: skip
-"""The types that have kernels, as `native/src/weights.cpp` knows them. Others can be read, and are refused here."""
+"""The types that have kernels, as `native/src/formats.hpp` knows them. Others can be read, and are refused here."""
 
 
 class NativeExecutor:
