@@ -49,14 +49,15 @@ def tiny_llama(
     rope_freqs: bool = False,
     seed: int = 0,
     metadata: Mapping[str, int | float | bool | str] | None = None,
+    tensors_a_part: int = 0,
 ) -> Path:
-    """Write a random Llama model and return `path`.
+    """Write a random Llama model and return `path`; with `tensors_a_part` in several files (`part_paths`).
 
     Matrices have `tensor_type`; `hidden`, `ffn` and `heads · head_dim` are multiples of its block, 32 or
     256 for the quantised ones. The embedding has `embedding_type`, by default Q8_0 in a quantised model. `metadata`
     is added to what the model needs; keys are written as they are. `vocab` is at least 300.
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", split_max_tensors=tensors_a_part)
     writer.add_name("tiny")
     writer.add_block_count(layers)
     writer.add_context_length(context)
@@ -110,6 +111,11 @@ def tiny_llama(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Where the parts of `path` are, in order."""
+    return sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
 
 
 def byte_level_vocabulary(size: int) -> tuple[list[str], list[str]]:

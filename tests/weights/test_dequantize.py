@@ -55,6 +55,10 @@ def test_equals_ggufs_with_extreme_scales(kind: TensorType, scale: float) -> Non
     np.testing.assert_array_equal(dequantize(stored(kind, data)), theirs)
 
 
+def test_every_type_has_a_format() -> None:
+    assert set(FORMATS) == set(TensorType)
+
+
 def test_floats_by_hand() -> None:
     assert dequantize(stored(TensorType.F32, np.array([1.5, -0.1], "<f4"))).tolist() == [
         [1.5, np.float32(-0.1)]

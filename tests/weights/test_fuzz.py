@@ -2,14 +2,19 @@
 
 import random
 import resource
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from segue.errors import ModelFileError
 from segue.models import build_program
+from segue.weights.dequantize import FORMATS, dequantize
 from segue.weights.gguf import load_gguf
-from tests.weights.make_gguf import tiny_llama
+from segue.weights.model_file import ModelFile
+from tests.weights.make_gguf import part_paths, tiny_llama
+from tests.weights.raw_gguf import ARCHITECTURE, gguf, tensor
 
 FILES_PER_SEED = 2000
 NUMBERS = (0, 1, 2, 3, 7, 8, 31, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
@@ -17,25 +22,60 @@ NUMBERS = (0, 1, 2, 3, 7, 8, 31, 33, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2*
 KEYS = (
     *(b"block_count", b"embedding_length", b"feed_forward_length", b"context_length", b"vocab_size"),
     *(b"head_count", b"head_count_kv", b"layer_norm_rms_epsilon", b"freq_base", b"general.architecture"),
+    *(b"split.no", b"split.count", b"split.tensors.count"),
 )
+
+
+tiny = partial(tiny_llama, layers=1, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=300)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("fuzz") / "tiny.gguf"
-    return tiny_llama(path, layers=1, hidden=32, heads=2, kv_heads=1, ffn=32, vocab=300).read_bytes()
+    return tiny(path).read_bytes()
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_damaged_files_raise_nothing_but_model_file_error(whole: bytes, tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
     header = whole.index(b"output_norm.weight")
+    check(whole, header, tmp_path / "damaged.gguf", build_program, seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_damaged_tensors_of_every_type(tmp_path: Path, seed: int) -> None:
+    """What is read has as many bytes as its shape says: every value can be had."""
+    infos, data = [], b""
+    for kind, layout in FORMATS.items():
+        infos.append(tensor(kind.name, [256, 2], kind.value, len(data)))
+        size = 512 // layout.block_elements * layout.block_bytes
+        data += bytes(size + -size % 32)
+    content = gguf([ARCHITECTURE], infos, data)
+
+    def read(model: ModelFile) -> None:
+        for stored in model.tensors.values():
+            assert dequantize(stored).shape == stored.shape
+
     path = tmp_path / "damaged.gguf"
+    path.write_bytes(content)
+    assert [stored.type for stored in load_gguf(path).tensors.values()] == list(FORMATS)
+    check(content, len(content) - len(data), path, read, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_parts(tmp_path: Path, seed: int) -> None:
+    paths = part_paths(tiny(tmp_path / "tiny.gguf", tensors_a_part=4))
+    content = paths[seed].read_bytes()
+    check(content, content.rindex(b".weight") + 40, paths[seed], build_program, seed)
+
+
+def check(whole: bytes, header: int, path: Path, use: Callable[[ModelFile], object], seed: int) -> None:
+    """Write many damaged copies of `whole` to `path`, load each and use it."""
+    rng = random.Random(seed)
     peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused = 0
     for number in range(FILES_PER_SEED):
         path.write_bytes(damage(whole, header, rng))
-        message = refusal(path, f"seed {seed}, file {number}")
+        message = refusal(path, use, f"seed {seed}, file {number}")
         if message is not None:
             refused += 1
             assert message.isprintable(), f"seed {seed}, file {number}"
@@ -44,10 +84,10 @@ def test_damaged_files_raise_nothing_but_model_file_error(whole: bytes, tmp_path
     assert grown_kib < 64 * 1024
 
 
-def refusal(path: Path, where: str) -> str | None:
-    """Why the file is refused; None when it makes a program."""
+def refusal(path: Path, use: Callable[[ModelFile], object], where: str) -> str | None:
+    """Why the file is refused; None when it can be used."""
     try:
-        build_program(load_gguf(path))
+        use(load_gguf(path))
     except ModelFileError as error:
         return str(error)
     except Exception as error:
@@ -59,6 +99,8 @@ def damage(whole: bytes, header: int, rng: random.Random) -> bytes:
     """One to three changes, most of them to the first `header` bytes, where each one matters."""
     damaged = bytearray(whole)
     for _ in range(rng.randint(1, 3)):
+        if not damaged:
+            break
         at = rng.randrange(min(header if rng.random() < 0.9 else len(damaged), len(damaged)))
         match rng.randrange(8):
             case 0:

@@ -115,10 +115,11 @@ def _within_cpus(args: EngineArgs) -> EngineArgs:
 
 def _with_files(args: EngineArgs) -> EngineArgs:
     """The same with the files that the models' names lead to now. Raises ModelFileError."""
+    from segue.weights.gguf import pinned
     from segue.weights.hub import resolve_model
 
     def file_of(name: str) -> str:
-        return str(resolve_model(name).resolve())
+        return str(pinned(resolve_model(name)))
 
     speculative = SpeculativeConfig.of(args.speculative_config)
     if speculative is not None and speculative.model is not None:
