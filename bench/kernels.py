@@ -108,7 +108,7 @@ def tensor(name: str, kind: TensorType, outputs: int, inputs: int) -> Tensor:
 
 def attention(qkv: str, out: str, layer: int) -> Attention:
     rope = Rope(theta=1e5, dim=64, interleaved=True)
-    return Attention(qkv, out, layer, num_heads=9, num_kv_heads=3, head_dim=64, rope=rope)
+    return Attention(qkv, out, layer, num_heads=9, num_kv_heads=3, head_dim=64, rope=rope, scale=0.125)
 
 
 def executor_of(ops: list[Op], tensors: list[Tensor], widths: dict[str, int], threads: int) -> NativeExecutor:

@@ -28,10 +28,11 @@ struct AttentionItem {
 // The ranges of the same queries, when different threads may take them; the last to finish merges.
 struct RangeGroup {
     size_t first_partial;  // into the partials, floats
+    int first_range;
     int ranges;
 };
 
-// The items of every layer with the same heads. Which they are changes no result.
+// The items of every layer with the same shape. Which they are changes no result.
 struct AttentionItems {
     std::vector<AttentionItem> all;   // the longest first
     std::vector<AttentionItem> last;  // those with a wanted row: all that the last attention needs
@@ -40,6 +41,7 @@ struct AttentionItems {
 };
 
 // `wanted` says of each row whether its logits are.
-AttentionItems cut_attention(const StepInput& input, const Heads& heads, const std::vector<bool>& wanted, int threads);
+AttentionItems cut_attention(const StepInput& input, const AttentionShape& shape, const std::vector<bool>& wanted,
+                             int threads);
 
 }  // namespace segue

@@ -21,6 +21,7 @@ const std::string* output_of(const program::Op& op) {
     return std::visit(
         [](const auto& o) -> const std::string* {
             if constexpr (requires { o.out; }) return &o.out;
+            if constexpr (std::is_same_v<std::decay_t<decltype(o)>, program::NormParts>) return &o.x;
             return nullptr;
         },
         op);
@@ -56,18 +57,67 @@ class Compiler {
 
    private:
     void add(const program::Embed& op) {
-        plan_.ops.push_back(EmbedOp{&matrix(op.weight, width(op.out)), store(op.out)});
+        const Tensor* positions = nullptr;
+        if (!op.positions.empty()) {
+            positions = &matrix(op.positions, width(op.out));
+            check_rows(op.positions, op.first_position + program_.max_model_len);
+        }
+        plan_.ops.push_back(
+            EmbedOp{&matrix(op.weight, width(op.out)), store(op.out), op.scale, positions, op.first_position});
         check_rows(op.weight, program_.vocab_size);
     }
 
     void add(const program::RMSNorm& op) {
-        if (width(op.x) != width(op.out)) throw ModelFileError("norm: the buffers' widths differ");
-        add_source(op, {Source::Kind::kNorm, stored(op.x), width(op.out), norm_weight(op.weight, width(op.x)), op.eps});
+        check_same_width(op);
+        const int n = width(op.x);
+        const Source source{.kind = Source::Kind::kRMSNorm,
+                            .buffer = stored(op.x),
+                            .width = n,
+                            .weight = vector(op.weight, n),
+                            .eps = op.eps};
+        if (op.accumulate) {
+            plan_.ops.push_back(StoreOp{source, stored(op.out), true});
+        } else {
+            add_source(op, source);
+        }
     }
 
-    void add(const program::SiluMul& op) {
-        if (width(op.x) != 2 * width(op.out)) throw ModelFileError("silu_mul: the input must be twice as wide");
-        add_source(op, {Source::Kind::kSiluMul, stored(op.x), width(op.out)});
+    void add(const program::LayerNorm& op) {
+        check_same_width(op);
+        const int n = width(op.x);
+        add_source(op, {.kind = Source::Kind::kLayerNorm,
+                        .buffer = stored(op.x),
+                        .width = n,
+                        .weight = vector(op.weight, n),
+                        .bias = vector(op.bias, n),
+                        .eps = op.eps});
+    }
+
+    void add(const program::NormParts& op) {
+        if (op.first < 0 || op.count < 1 || op.width < 1 || op.first + op.count * op.width > width(op.x)) {
+            throw ModelFileError("norm: the parts do not fit into the row");
+        }
+        plan_.ops.push_back(
+            NormPartsOp{stored(op.x), vector(op.weight, op.width), op.first, op.count, op.width, op.eps});
+    }
+
+    void add(const program::Activation& op) {
+        check_same_width(op);
+        add_source(op, {.kind = Source::Kind::kActivation,
+                        .buffer = stored(op.x),
+                        .width = width(op.out),
+                        .function = op.function});
+    }
+
+    void add(const program::GLU& op) {
+        if (width(op.x) != 2 * width(op.out)) throw ModelFileError("glu: the input must be twice as wide");
+        add_source(
+            op, {.kind = Source::Kind::kGLU, .buffer = stored(op.x), .width = width(op.out), .function = op.function});
+    }
+
+    template <class Op>
+    void check_same_width(const Op& op) const {
+        if (width(op.x) != width(op.out)) throw ModelFileError(op.x + " and " + op.out + ": their widths differ");
     }
 
     // Rows computed from rows: part of the linear layers that read them, or stored.
@@ -77,7 +127,7 @@ class Compiler {
             sources_[op.out] = source;
         } else {
             sources_.erase(op.out);
-            plan_.ops.push_back(StoreOp{source, store(op.out)});
+            plan_.ops.push_back(StoreOp{source, store(op.out), false});
         }
     }
 
@@ -85,16 +135,32 @@ class Compiler {
         if (op.weights.empty()) throw ModelFileError("linear: it has no weights");
         const Source source = source_of(op.x);
         sources_.erase(op.out);
-        plan_.ops.push_back(
-            LinearOp{source, pack_stack(op.weights, source.width, width(op.out)), store(op.out), op.accumulate});
+        const Products products{pack_stack(op.weights, source.width, width(op.out)), bias(op), op.scale};
+        plan_.ops.push_back(LinearOp{source, products, store(op.out), op.accumulate});
+    }
+
+    // The biases of stacked weights, one after the other; null: none has one.
+    const float* bias(const program::Linear& op) {
+        if (op.biases.empty()) return nullptr;
+        if (op.biases.size() != op.weights.size()) throw ModelFileError("linear: not one bias for each of its weights");
+        float* values = new_vector(width(op.out));
+        for (size_t i = 0; i < op.weights.size(); ++i) {
+            const int64_t outputs = tensor(op.weights[i]).rows;
+            if (!op.biases[i].empty()) {
+                dequantise_row(checked_vector(op.biases[i], static_cast<int>(outputs)), 0, values);
+            }
+            values += outputs;
+        }
+        return plan_.vectors.back().get();
     }
 
     void add(const program::Attention& op) {
-        check_heads(op.heads);
-        check_rope(op.rope, op.heads);
-        const int query_width = op.heads.num_heads * op.heads.head_dim;
-        if (width(op.x) != query_width + 2 * op.heads.num_kv_heads * op.heads.head_dim ||
-            width(op.out) != query_width) {
+        const Heads& heads = op.shape.heads;
+        check_heads(heads);
+        check_rope(op.rope, heads);
+        if (op.shape.window < 0) throw ModelFileError("attention: its window is negative");
+        const int query_width = heads.num_heads * heads.head_dim;
+        if (width(op.x) != query_width + 2 * heads.num_kv_heads * heads.head_dim || width(op.out) != query_width) {
             throw ModelFileError("attention: the buffers' widths do not fit the number of heads");
         }
         if (op.layer != static_cast<int>(plan_.kv_layers.size())) {
@@ -105,14 +171,16 @@ class Compiler {
         if (plan_.ops.empty() || std::holds_alternative<AttentionOp>(plan_.ops.back())) {
             throw ModelFileError("attention: nothing is computed for it");
         }
-        plan_.kv_layers.push_back({op.heads.num_kv_heads, op.heads.head_dim});
-        plan_.ops.push_back(AttentionOp{stored(op.x), store(op.out), op.layer, index_of(plan_.heads, op.heads),
-                                        index_of(plan_.ropes, op.rope)});
+        plan_.kv_layers.push_back({heads.num_kv_heads, heads.head_dim});
+        plan_.ops.push_back(AttentionOp{stored(op.x), store(op.out), op.layer, index_of(plan_.shapes, op.shape),
+                                        index_of(plan_.ropes, op.rope), op.scale, op.softcap,
+                                        op.sinks.empty() ? nullptr : vector(op.sinks, heads.num_heads)});
     }
 
     void add(const program::Logits& op) {
-        const Source source{Source::Kind::kNorm, stored(op.x), width(op.x), norm_weight(op.norm, width(op.x)), op.eps};
-        plan_.ops.push_back(LogitsOp{source, pack_stack({op.weight}, source.width, program_.vocab_size)});
+        const Source source = source_of(op.x);
+        const Products products{pack_stack({op.weight}, source.width, program_.vocab_size), nullptr, op.scale};
+        plan_.ops.push_back(LogitsOp{source, products, op.softcap});
     }
 
     static void check_heads(const Heads& heads) {
@@ -126,7 +194,7 @@ class Compiler {
     }
 
     static void check_rope(const Rope& rope, const Heads& heads) {
-        if (rope.dim < 2 || rope.dim % 2 != 0 || rope.dim > heads.head_dim) {
+        if (rope.dim < 0 || rope.dim % 2 != 0 || rope.dim > heads.head_dim) {
             throw ModelFileError("attention: " + std::to_string(rope.dim) + " dimensions of heads of " +
                                  std::to_string(heads.head_dim) + " cannot be rotated in pairs");
         }
@@ -152,7 +220,11 @@ class Compiler {
                 written.insert(linear->out);
             } else if (const auto* stored = std::get_if<StoreOp>(&plan_.ops[i])) {
                 read(stored->source.buffer);
+                if (stored->accumulate) read(stored->out);
                 written.insert(stored->out);
+            } else if (const auto* parts = std::get_if<NormPartsOp>(&plan_.ops[i])) {
+                read(parts->buffer);
+                written.insert(parts->buffer);
             } else if (const auto* logits = std::get_if<LogitsOp>(&plan_.ops[i])) {
                 read(logits->source.buffer);
             } else if (const auto* embedding = std::get_if<EmbedOp>(&plan_.ops[i])) {
@@ -162,15 +234,16 @@ class Compiler {
         plan_.tail_reads.assign(reads.begin(), reads.end());
     }
 
-    // Whether what the operation at hand writes is read by linear layers only, and its own input stays as it is until
-    // the last of them.
+    // Whether what the operation at hand writes is read by linear layers and logits only, and its own input stays as it
+    // is until the last of them.
     template <class Op>
     bool only_linear_reads(const Op& op) const {
         bool input_changed = false;
         for (size_t i = at_ + 1; i < program_.ops.size(); ++i) {
             const program::Op& later = program_.ops[i];
             const auto* linear = std::get_if<program::Linear>(&later);
-            if (is(input_of(later), op.out) && (linear == nullptr || input_changed)) return false;
+            const bool multiplies = linear != nullptr || std::holds_alternative<program::Logits>(later);
+            if (is(input_of(later), op.out) && (!multiplies || input_changed)) return false;
             if (is(output_of(later), op.out)) return linear == nullptr || !linear->accumulate;
             input_changed = input_changed || is(output_of(later), op.x);
         }
@@ -179,7 +252,8 @@ class Compiler {
 
     Source source_of(const std::string& x) {
         const auto found = sources_.find(x);
-        return found != sources_.end() ? found->second : Source{Source::Kind::kRows, stored(x), width(x)};
+        if (found != sources_.end()) return found->second;
+        return {.kind = Source::Kind::kRows, .buffer = stored(x), .width = width(x)};
     }
 
     BufferId buffer(const std::string& name) const {
@@ -219,12 +293,20 @@ class Compiler {
         }
     }
 
-    const float* norm_weight(const std::string& name, int size) {
-        const Tensor& t = matrix(name, size);
+    const Tensor& checked_vector(const std::string& name, int size) const {
         check_rows(name, 1);
-        plan_.vectors.push_back(std::make_unique<float[]>(static_cast<size_t>(size)));
-        dequantise_row(t, 0, plan_.vectors.back().get());
+        return matrix(name, size);
+    }
+    // Zeros, and as many more as a panel's padding.
+    float* new_vector(int size) {
+        plan_.vectors.push_back(std::make_unique<float[]>(static_cast<size_t>(size) + kPanel));
         return plan_.vectors.back().get();
+    }
+    const float* vector(const std::string& name, int size) {
+        const Tensor& t = checked_vector(name, size);
+        float* values = new_vector(size);
+        dequantise_row(t, 0, values);
+        return values;
     }
 
     std::vector<LinearPart> pack_stack(const std::vector<std::string>& names, int inputs, int outputs) {

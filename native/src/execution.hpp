@@ -84,7 +84,7 @@ struct Execution {
     const KvCache& kv;
     float* logits_out;                          // the logits of every row go there, if not null
     std::vector<Counter> counters;              // by phase
-    std::vector<std::vector<Counter>> missing;  // by heads and range group: ranges not finished
+    std::vector<std::vector<Counter>> missing;  // by shape and range group: ranges not finished
     StepOutput output;
 };
 

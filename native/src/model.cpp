@@ -19,7 +19,7 @@ Model::Model(const Program& program, std::map<std::string, Tensor> tensors, cons
       scratch_(plan_, vocab_size_, kernels_, threads) {}
 
 StepOutput Model::execute(const StepInput& input, const KvCache& kv, float* logits_out) {
-    const StepLayout layout = lay_out(input, plan_.heads, pool_->size(), logits_out != nullptr);
+    const StepLayout layout = lay_out(input, plan_.shapes, pool_->size(), logits_out != nullptr);
     scratch_.reserve(plan_, layout);
     for (RopeTable& rope : ropes_) rope.extend(layout.end);
     Execution run(plan_, ropes_, kernels_, *pool_, scratch_, input, layout, kv, logits_out);

@@ -19,12 +19,14 @@ using BufferId = int;
 
 // Where the input rows of a matrix come from: a buffer, perhaps through a norm or an activation.
 struct Source {
-    enum class Kind { kRows, kNorm, kSiluMul };
+    enum class Kind { kRows, kRMSNorm, kLayerNorm, kActivation, kGLU };
     Kind kind;
     BufferId buffer;
     int width;  // of the rows that come out
     const float* weight = nullptr;
+    const float* bias = nullptr;
     float eps = 0.0f;
+    Function function = Function::kSilu;
 };
 
 struct LinearPart {
@@ -32,18 +34,37 @@ struct LinearPart {
     int first_output;
 };
 
+// scale · (x · Wᵀ + bias)
+struct Products {
+    std::vector<LinearPart> parts;  // one, unless stacked weights have several formats
+    const float* bias;              // or null
+    float scale;
+};
+
 struct EmbedOp {
     const Tensor* weight;
     BufferId out;
+    float scale;
+    const Tensor* positions;  // or null
+    int first_position;
 };
-// Rows of a source, stored: for what others than linear layers read.
+// Rows of a source, stored or added: for what others than linear layers read.
 struct StoreOp {
     Source source;
     BufferId out;
+    bool accumulate;
+};
+struct NormPartsOp {
+    BufferId buffer;
+    const float* weight;
+    int first;
+    int count;
+    int width;
+    float eps;
 };
 struct LinearOp {
     Source source;
-    std::vector<LinearPart> parts;  // one, unless stacked weights have several formats
+    Products products;
     BufferId out;
     bool accumulate;
 };
@@ -51,14 +72,18 @@ struct AttentionOp {
     BufferId qkv;
     BufferId out;
     int layer;
-    size_t heads;  // into Plan::heads
+    size_t shape;  // into Plan::shapes
     size_t rope;   // into Plan::ropes
+    float scale;
+    float softcap;
+    const float* sinks;
 };
 struct LogitsOp {
     Source source;
-    std::vector<LinearPart> parts;
+    Products products;
+    float softcap;
 };
-using PlanOp = std::variant<EmbedOp, StoreOp, LinearOp, AttentionOp, LogitsOp>;
+using PlanOp = std::variant<EmbedOp, StoreOp, NormPartsOp, LinearOp, AttentionOp, LogitsOp>;
 
 // A program with its weights packed. Norms and activations that only linear layers read are part of those.
 struct Plan {
@@ -66,9 +91,9 @@ struct Plan {
     std::vector<int> widths;   // by buffer
     std::vector<bool> stored;  // by buffer: whether it exists in memory
     std::vector<KvLayer> kv_layers;
-    std::vector<Heads> heads;          // those that differ
-    std::vector<Rope> ropes;           // those that differ
-    int max_inputs = 0;                // of any matrix
+    std::vector<AttentionShape> shapes;  // those that differ
+    std::vector<Rope> ropes;             // those that differ
+    int max_inputs = 0;                  // of any matrix
     size_t tail = 0;                   // first operation after the last attention: from here on only wanted rows count
     std::vector<BufferId> tail_reads;  // buffers whose rows from before it still count
     std::map<std::string, Tensor> tensors;

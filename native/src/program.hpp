@@ -6,6 +6,8 @@
 #include <variant>
 #include <vector>
 
+#include "kernels/table.hpp"
+
 namespace segue {
 
 // Heads of an attention. Query head h reads KV head h / (num_heads / num_kv_heads).
@@ -20,23 +22,52 @@ struct Heads {
 
 struct Rope {
     double theta;
-    int dim;
+    int dim;  // 0: nothing is rotated
     bool interleaved;
     std::vector<double> factors;
+    double scale;
 
     bool operator==(const Rope&) const = default;
 };
 
+// Which keys an attention's queries read.
+struct AttentionShape {
+    Heads heads;
+    int window;  // 0: all
+
+    bool operator==(const AttentionShape&) const = default;
+};
+
 namespace program {
 
+// An empty name, or 0 for a cap: there is none.
 struct Embed {
     std::string weight;
     std::string out;
+    float scale;
+    std::string positions;
+    int first_position;
 };
 struct RMSNorm {
     std::string x;
     std::string weight;
     std::string out;
+    float eps;
+    bool accumulate;
+};
+struct LayerNorm {
+    std::string x;
+    std::string weight;
+    std::string bias;
+    std::string out;
+    float eps;
+};
+struct NormParts {  // in place
+    std::string x;
+    std::string weight;
+    int first;
+    int count;
+    int width;
     float eps;
 };
 struct Linear {
@@ -44,26 +75,37 @@ struct Linear {
     std::vector<std::string> weights;
     std::string out;
     bool accumulate;
+    std::vector<std::string> biases;
+    float scale;
 };
 struct Attention {
     std::string x;
     std::string out;
     int layer;
-    Heads heads;
+    AttentionShape shape;
     Rope rope;
+    float scale;
+    float softcap;
+    std::string sinks;
 };
-struct SiluMul {
+struct Activation {
     std::string x;
     std::string out;
+    Function function;
+};
+struct GLU {
+    std::string x;
+    std::string out;
+    Function function;
 };
 struct Logits {
     std::string x;
-    std::string norm;
-    float eps;
     std::string weight;
+    float scale;
+    float softcap;
 };
 
-using Op = std::variant<Embed, RMSNorm, Linear, Attention, SiluMul, Logits>;
+using Op = std::variant<Embed, RMSNorm, LayerNorm, NormParts, Linear, Attention, Activation, GLU, Logits>;
 
 }  // namespace program
 

@@ -25,43 +25,93 @@ std::vector<std::string> strings_of(nb::handle object, const char* name) {
     return values;
 }
 
-Heads heads_of(nb::handle op) { return {int_of(op, "num_heads"), int_of(op, "num_kv_heads"), int_of(op, "head_dim")}; }
+// None is the value that means "none".
+template <class T, class Read>
+T or_none(nb::handle object, const char* name, T none, const Read& read) {
+    return get(object, name).is_none() ? none : read(object, name);
+}
+std::string name_of(nb::handle object, const char* name) { return or_none(object, name, std::string(), string_of); }
+float cap_of(nb::handle object, const char* name) { return or_none(object, name, 0.0f, float_of); }
+
+// One for each weight, empty where it has none.
+std::vector<std::string> biases_of(nb::handle op) {
+    std::vector<std::string> values;
+    for_each(get(op, "biases"), "biases",
+             [&](nb::handle item) { values.push_back(item.is_none() ? std::string() : to_string(item, "biases")); });
+    return values;
+}
+
+Function function_of(nb::handle op) {
+    const std::string name = string_of(op, "function");
+    if (name == "silu") return Function::kSilu;
+    if (name == "gelu") return Function::kGelu;
+    if (name == "gelu_tanh") return Function::kGeluTanh;
+    if (name == "relu") return Function::kRelu;
+    throw Refusal("function", "there is no " + name);
+}
+
+AttentionShape shape_of(nb::handle op) {
+    return {{int_of(op, "num_heads"), int_of(op, "num_kv_heads"), int_of(op, "head_dim")},
+            or_none(op, "window", 0, int_of)};
+}
 
 Rope rope_of(nb::handle op) {
     const nb::object rope = get(op, "rope");
-    Rope read{double_of(rope, "theta"), int_of(rope, "dim"), bool_of(rope, "interleaved"), {}};
+    if (rope.is_none()) return {1.0, 0, false, {}, 1.0};
+    Rope read{
+        double_of(rope, "theta"), int_of(rope, "dim"), bool_of(rope, "interleaved"), {}, double_of(rope, "scale")};
     for_each(get(rope, "factors"), "factors",
              [&](nb::handle item) { read.factors.push_back(to_double(item, "factors")); });
     return read;
 }
 
-program::Op read_embed(nb::handle op) { return program::Embed{string_of(op, "weight"), string_of(op, "out")}; }
+program::Op read_embed(nb::handle op) {
+    return program::Embed{string_of(op, "weight"), string_of(op, "out"), float_of(op, "scale"),
+                          name_of(op, "positions"), int_of(op, "first_position")};
+}
 
 program::Op read_rms_norm(nb::handle op) {
-    return program::RMSNorm{string_of(op, "x"), string_of(op, "weight"), string_of(op, "out"), float_of(op, "eps")};
+    return program::RMSNorm{string_of(op, "x"), string_of(op, "weight"), string_of(op, "out"), float_of(op, "eps"),
+                            bool_of(op, "accumulate")};
+}
+
+program::Op read_layer_norm(nb::handle op) {
+    return program::LayerNorm{string_of(op, "x"), string_of(op, "weight"), string_of(op, "bias"), string_of(op, "out"),
+                              float_of(op, "eps")};
+}
+
+program::Op read_norm_parts(nb::handle op) {
+    return program::NormParts{string_of(op, "x"),  string_of(op, "weight"), int_of(op, "first"),
+                              int_of(op, "count"), int_of(op, "width"),     float_of(op, "eps")};
 }
 
 program::Op read_linear(nb::handle op) {
-    return program::Linear{string_of(op, "x"), strings_of(op, "weights"), string_of(op, "out"),
-                           bool_of(op, "accumulate")};
+    return program::Linear{string_of(op, "x"),   strings_of(op, "weights"),
+                           string_of(op, "out"), bool_of(op, "accumulate"),
+                           biases_of(op),        float_of(op, "scale")};
 }
 
 program::Op read_attention(nb::handle op) {
-    return program::Attention{string_of(op, "qkv"), string_of(op, "out"), int_of(op, "layer"), heads_of(op),
-                              rope_of(op)};
+    return program::Attention{string_of(op, "qkv"), string_of(op, "out"),  int_of(op, "layer"),   shape_of(op),
+                              rope_of(op),          float_of(op, "scale"), cap_of(op, "softcap"), name_of(op, "sinks")};
 }
 
-program::Op read_silu_mul(nb::handle op) { return program::SiluMul{string_of(op, "x"), string_of(op, "out")}; }
+program::Op read_activation(nb::handle op) {
+    return program::Activation{string_of(op, "x"), string_of(op, "out"), function_of(op)};
+}
+
+program::Op read_glu(nb::handle op) { return program::GLU{string_of(op, "x"), string_of(op, "out"), function_of(op)}; }
 
 program::Op read_logits(nb::handle op) {
-    return program::Logits{string_of(op, "x"), string_of(op, "norm"), float_of(op, "eps"), string_of(op, "weight")};
+    return program::Logits{string_of(op, "x"), string_of(op, "weight"), float_of(op, "scale"), cap_of(op, "softcap")};
 }
 
 // How each type of operation is read, by the name of its dataclass.
 using Reader = program::Op (*)(nb::handle op);
 constexpr std::pair<std::string_view, Reader> kReaders[] = {
-    {"Embed", read_embed},         {"RMSNorm", read_rms_norm}, {"Linear", read_linear},
-    {"Attention", read_attention}, {"SiluMul", read_silu_mul}, {"Logits", read_logits},
+    {"Embed", read_embed},           {"RMSNorm", read_rms_norm}, {"LayerNorm", read_layer_norm},
+    {"NormParts", read_norm_parts},  {"Linear", read_linear},    {"Attention", read_attention},
+    {"Activation", read_activation}, {"GLU", read_glu},          {"Logits", read_logits},
 };
 
 // Returns read(), or raises ModelFileError that says what of `object` cannot be read.

@@ -14,7 +14,7 @@ namespace segue {
 // unused.
 class RopeTable {
    public:
-    explicit RopeTable(const Rope& rope) : rope_dim_(rope.dim), interleaved_(rope.interleaved) {
+    explicit RopeTable(const Rope& rope) : rope_dim_(rope.dim), interleaved_(rope.interleaved), scale_(rope.scale) {
         for (int i = 0; i < rope.dim / 2; ++i) {
             const double frequency = std::pow(rope.theta, -2.0 * i / rope.dim);
             frequencies_.push_back(rope.factors.empty() ? frequency : frequency / rope.factors[static_cast<size_t>(i)]);
@@ -44,8 +44,8 @@ class RopeTable {
             float* sin = cos + rope_dim_;
             for (size_t i = 0; i < frequencies_.size(); ++i) {
                 const double angle = (first + p) * frequencies_[i];
-                const float c = static_cast<float>(std::cos(angle));
-                const float s = static_cast<float>(std::sin(angle));
+                const float c = static_cast<float>(scale_ * std::cos(angle));
+                const float s = static_cast<float>(scale_ * std::sin(angle));
                 if (interleaved_) {
                     cos[2 * i] = cos[2 * i + 1] = c;
                     sin[2 * i] = -s;
@@ -61,6 +61,7 @@ class RopeTable {
 
     int rope_dim_;
     bool interleaved_;
+    double scale_;
     std::vector<double> frequencies_;
     std::vector<std::unique_ptr<float[]>> chunks_;
 };

@@ -29,14 +29,14 @@ void add_rows(const SequenceInput& seq, size_t index, bool all_wanted, StepLayou
 
 }  // namespace
 
-StepLayout lay_out(const StepInput& input, const std::vector<Heads>& heads, int threads, bool all_wanted) {
+StepLayout lay_out(const StepInput& input, const std::vector<AttentionShape>& shapes, int threads, bool all_wanted) {
     StepLayout layout;
     for (size_t s = 0; s < input.sequences.size(); ++s) add_rows(input.sequences[s], s, all_wanted, layout);
     layout.rows = static_cast<int>(layout.positions.size());
     std::vector<bool> wanted(layout.positions.size());
     for (const WantedRow& row : layout.wanted) wanted[static_cast<size_t>(row.row)] = true;
-    for (const Heads& h : heads) {
-        layout.attention.push_back(cut_attention(input, h, wanted, threads));
+    for (const AttentionShape& shape : shapes) {
+        layout.attention.push_back(cut_attention(input, shape, wanted, threads));
         layout.partial_floats = std::max(layout.partial_floats, layout.attention.back().partial_floats);
     }
     return layout;

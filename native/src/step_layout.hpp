@@ -30,11 +30,11 @@ struct StepLayout {
     std::vector<int32_t> sequences;  // by row
     std::vector<WantedRow> wanted;   // by row, ascending
     size_t num_samples = 0;
-    std::vector<AttentionItems> attention;  // by heads, as Plan::heads
+    std::vector<AttentionItems> attention;  // by shape, as Plan::shapes
     size_t partial_floats = 0;              // the most that an attention needs
 };
 
 // With `all_wanted`, the logits of every row are wanted, and nothing is sampled.
-StepLayout lay_out(const StepInput& input, const std::vector<Heads>& heads, int threads, bool all_wanted);
+StepLayout lay_out(const StepInput& input, const std::vector<AttentionShape>& shapes, int threads, bool all_wanted);
 
 }  // namespace segue

@@ -57,7 +57,7 @@ class Worker {
             if (const auto* attention = std::get_if<AttentionOp>(&ops[i])) {
                 if (!by_rows) store_kv(*attention);
                 ++i;
-                const AttentionItems& items = layout_.attention[attention->heads];
+                const AttentionItems& items = layout_.attention[attention->shape];
                 attend(*attention, i == plan_.tail ? items.last : items.all);
             } else if (const auto* logits = std::get_if<LogitsOp>(&ops[i])) {
                 compute_logits(*logits);
@@ -130,7 +130,17 @@ class Worker {
         const bool only_wanted = rows_ < layout_.rows;
         for (int r = begin; r < end; ++r) {
             const int input = only_wanted ? layout_.wanted[static_cast<size_t>(r)].row : r;
-            dequantise_row(*op.weight, run_.input.tokens[static_cast<size_t>(input)], run_.row(op.out, r));
+            float* out = run_.row(op.out, r);
+            dequantise_row(*op.weight, run_.input.tokens[static_cast<size_t>(input)], out);
+            const int width = plan_.widths[static_cast<size_t>(op.out)];
+            if (op.scale != 1.0f) {
+                for (int i = 0; i < width; ++i) out[i] *= op.scale;
+            }
+            if (op.positions != nullptr) {
+                const int position = layout_.positions[static_cast<size_t>(input)] + op.first_position;
+                dequantise_row(*op.positions, position, work_.row.data());
+                for (int i = 0; i < width; ++i) out[i] += work_.row[i];
+            }
         }
     }
 
@@ -140,11 +150,17 @@ class Worker {
         switch (source.kind) {
             case Source::Kind::kRows:
                 return x;
-            case Source::Kind::kNorm:
+            case Source::Kind::kRMSNorm:
                 run_.kernels.rms_norm(x, source.weight, source.eps, source.width, scratch);
                 break;
-            case Source::Kind::kSiluMul:
-                run_.kernels.silu_mul(x, source.width, scratch);
+            case Source::Kind::kLayerNorm:
+                run_.kernels.layer_norm(x, source.weight, source.bias, source.eps, source.width, scratch);
+                break;
+            case Source::Kind::kActivation:
+                run_.kernels.activate(source.function, x, source.width, scratch);
+                break;
+            case Source::Kind::kGLU:
+                run_.kernels.glu(source.function, x, source.width, scratch);
                 break;
         }
         return scratch;
@@ -153,7 +169,21 @@ class Worker {
     void store_rows(const StoreOp& op, int begin, int end) {
         for (int r = begin; r < end; ++r) {
             const float* x = source_row(op.source, r, work_.row.data());
-            std::memcpy(run_.row(op.out, r), x, static_cast<size_t>(op.source.width) * sizeof(float));
+            float* out = run_.row(op.out, r);
+            if (op.accumulate) {
+                for (int i = 0; i < op.source.width; ++i) out[i] += x[i];
+            } else {
+                std::memcpy(out, x, static_cast<size_t>(op.source.width) * sizeof(float));
+            }
+        }
+    }
+
+    void norm_parts(const NormPartsOp& op, int begin, int end) {
+        for (int r = begin; r < end; ++r) {
+            float* part = run_.row(op.buffer, r) + op.first;
+            for (int i = 0; i < op.count; ++i, part += op.width) {
+                run_.kernels.rms_norm(part, op.weight, op.eps, op.width, part);
+            }
         }
     }
 
@@ -168,9 +198,9 @@ class Worker {
     }
 
     // Outputs of panels [begin, end), counted over all parts, for `rows` prepared rows.
-    void multiply(const Source& source, const std::vector<LinearPart>& parts, Activations& from, int rows, int begin,
-                  int end, float* out, size_t out_stride, bool accumulate) {
-        for (const LinearPart& part : parts) {
+    void multiply(const Source& source, const Products& products, Activations& from, int rows, int begin, int end,
+                  float* out, size_t out_stride, bool accumulate) {
+        for (const LinearPart& part : products.parts) {
             const int panels = part.matrix->panels();
             if (begin < panels && end > 0) {
                 run_.kernels.linear[static_cast<size_t>(part.matrix->format)]({
@@ -184,6 +214,8 @@ class Worker {
                     .row_end = rows,
                     .panel_begin = std::max(begin, 0),
                     .panel_end = std::min(end, panels),
+                    .bias = products.bias == nullptr ? nullptr : products.bias + part.first_output,
+                    .scale = products.scale,
                     .accumulate = accumulate,
                     .scratch = work_.linear.data(),
                 });
@@ -213,11 +245,14 @@ class Worker {
             embed(*embedding, begin, end);
         } else if (const auto* stored = std::get_if<StoreOp>(&op)) {
             store_rows(*stored, begin, end);
+        } else if (const auto* parts = std::get_if<NormPartsOp>(&op)) {
+            norm_parts(*parts, begin, end);
         } else if (const auto* linear = std::get_if<LinearOp>(&op)) {
             for (int r = begin; r < end; ++r)
-                prepare_row(linear->source, linear->parts, r, r - begin, work_.activations);
-            multiply(linear->source, linear->parts, work_.activations, end - begin, 0, count_panels(linear->parts),
-                     run_.row(linear->out, begin), run_.stride(linear->out), linear->accumulate);
+                prepare_row(linear->source, linear->products.parts, r, r - begin, work_.activations);
+            multiply(linear->source, linear->products, work_.activations, end - begin, 0,
+                     count_panels(linear->products.parts), run_.row(linear->out, begin), run_.stride(linear->out),
+                     linear->accumulate);
         }
     }
 
@@ -225,8 +260,8 @@ class Worker {
 
     void run_by_outputs(const PlanOp& op) {
         if (const auto* linear = std::get_if<LinearOp>(&op)) {
-            Activations& from = prepare_shared(linear->source, linear->parts, 0, rows_);
-            multiply_shared(linear->source, linear->parts, from, rows_, run_.row(linear->out, 0),
+            Activations& from = prepare_shared(linear->source, linear->products.parts, 0, rows_);
+            multiply_shared(linear->source, linear->products, from, rows_, run_.row(linear->out, 0),
                             run_.stride(linear->out), linear->accumulate);
         } else {
             share_rows(rows_, [&](int begin, int end) { run_rows(op, begin, end); });
@@ -248,12 +283,12 @@ class Worker {
         return run_.scratch.shared;
     }
 
-    void multiply_shared(const Source& source, const std::vector<LinearPart>& parts, Activations& from, int rows,
-                         float* out, size_t out_stride, bool accumulate) {
+    void multiply_shared(const Source& source, const Products& products, Activations& from, int rows, float* out,
+                         size_t out_stride, bool accumulate) {
         constexpr int kPiecesPerThread = 6;
-        const int panels = count_panels(parts);
+        const int panels = count_panels(products.parts);
         share(panels, std::max(1, panels / (threads_ * kPiecesPerThread)), [&](int begin, int end) {
-            multiply(source, parts, from, rows, begin, end, out, out_stride, accumulate);
+            multiply(source, products, from, rows, begin, end, out, out_stride, accumulate);
         });
     }
 
@@ -273,17 +308,18 @@ class Worker {
     // ---- logits -------------------------------------------------------------------------------------------------
 
     void compute_logits(const LogitsOp& op) {
-        const int vocab = outputs_of(op.parts);
+        const int vocab = outputs_of(op.products.parts);
         const size_t logits_stride = row_stride(vocab);
         const int count = static_cast<int>(layout_.wanted.size());
         for (int first = 0; first < count; first += kLogitRows) {
             const int rows = std::min(kLogitRows, count - first);
             const WantedRow* wanted = layout_.wanted.data() + first;
-            Activations& from = prepare_shared(op.source, op.parts, first, rows);
-            multiply_shared(op.source, op.parts, from, rows, run_.scratch.logits.data(), logits_stride, false);
+            Activations& from = prepare_shared(op.source, op.products.parts, first, rows);
+            multiply_shared(op.source, op.products, from, rows, run_.scratch.logits.data(), logits_stride, false);
             barrier();
             share(rows, 1, [&](int i, int) {
-                const float* logits = run_.scratch.logits.data() + static_cast<size_t>(i) * logits_stride;
+                float* logits = run_.scratch.logits.data() + static_cast<size_t>(i) * logits_stride;
+                if (op.softcap > 0.0f) run_.kernels.soft_cap(logits, op.softcap, vocab);
                 use_logits(run_, wanted[i], {logits, static_cast<size_t>(vocab)}, work_);
             });
             barrier();

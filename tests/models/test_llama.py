@@ -9,9 +9,10 @@ import pytest
 
 from segue.errors import ModelFileError
 from segue.models import build_program
-from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, Rope, SiluMul
+from segue.models.program import GLU, Attention, Embed, Linear, Logits, NormParts, RMSNorm, Rope
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, Tensor, TensorType
+from tests.models.programs import rope_of
 from tests.weights.make_gguf import tiny_llama
 
 EPS = float(np.float32(1e-5))
@@ -49,12 +50,6 @@ def without_tensor(model: ModelFile, name: str) -> ModelFile:
     return replace(model, tensors={key: value for key, value in model.tensors.items() if key != name})
 
 
-def rope_of(program: Program) -> Rope:
-    """That of all attentions."""
-    (rope,) = {op.rope for op in program.attentions}
-    return rope
-
-
 def refused(model: ModelFile, pattern: str) -> None:
     with pytest.raises(ModelFileError, match=pattern) as caught:
         build_program(model)
@@ -69,14 +64,22 @@ def test_operations_of_a_small_model(tmp_path: Path) -> None:
         RMSNorm("x", "blk.0.attn_norm.weight", "normed", EPS),
         Linear("normed", ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "blk.0.attn_v.weight"), "qkv"),
         Attention(
-            "qkv", "attention", 0, num_heads=4, num_kv_heads=2, head_dim=16, rope=Rope(10_000.0, 16, True)
+            "qkv",
+            "attention",
+            0,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            rope=Rope(10_000.0, 16, True),
+            scale=0.25,
         ),
         Linear("attention", ("blk.0.attn_output.weight",), "x", accumulate=True),
         RMSNorm("x", "blk.0.ffn_norm.weight", "normed", EPS),
         Linear("normed", ("blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"), "gate_up"),
-        SiluMul("gate_up", "activated"),
+        GLU("gate_up", "activated", "silu"),
         Linear("activated", ("blk.0.ffn_down.weight",), "x", accumulate=True),
-        Logits("x", "output_norm.weight", EPS, "token_embd.weight"),
+        RMSNorm("x", "output_norm.weight", "normed", EPS),
+        Logits("normed", "token_embd.weight"),
     )
     assert program.widths == {
         "x": 64, "normed": 64, "qkv": 128, "attention": 64, "gate_up": 192, "activated": 96,
@@ -92,7 +95,7 @@ def test_every_buffer_is_written_before_it_is_read_and_has_a_width(model: ModelF
             assert read in written, op
         if isinstance(op, Linear) and op.accumulate:
             assert op.out in written, op
-        if not isinstance(op, Logits):
+        if not isinstance(op, Logits | NormParts):
             written.add(op.out)
     assert written == program.widths.keys()
     assert [op.layer for op in program.attentions] == list(range(2))
@@ -102,11 +105,12 @@ def test_smollm2(smollm2_path: Path) -> None:
     program = build_program(load_gguf(smollm2_path))
     assert len(program.attentions) == 30
     for op in program.attentions:
-        assert (op.num_heads, op.num_kv_heads, op.head_dim, op.rope.theta) == (9, 3, 64, 100_000.0)
+        assert (op.num_heads, op.num_kv_heads, op.head_dim) == (9, 3, 64)
+    assert rope_of(program).theta == 100_000.0
     assert (program.vocab_size, program.max_model_len) == (49_152, 8192)
     assert program.widths["x"] == 576
     assert program.widths["activated"] == 1536
-    assert len(program.ops) == 1 + 30 * 8 + 1
+    assert len(program.ops) == 1 + 30 * 8 + 2
 
 
 def test_output_matrix_of_its_own(tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def test_norms_must_be_floats(model: ModelFile) -> None:
 
 
 def test_a_tensor_that_nothing_would_use(model: ModelFile) -> None:
-    refused(with_tensor(model, "blk.0.attn_q.bias", (64,)), "the tensor 'blk.0.attn_q.bias' is not part of")
+    refused(with_tensor(model, "blk.0.attn_q.scale", (64,)), "the tensor 'blk.0.attn_q.scale' is not part of")
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
@@ -269,5 +273,8 @@ def test_rope_factors_must_be_one_for_each_pair(model: ModelFile) -> None:
 
 
 def test_unknown_architecture(model: ModelFile) -> None:
-    refused(replace(model, architecture="mamba"), "the architecture 'mamba' is not supported; known: llama")
+    refused(
+        replace(model, architecture="mamba"),
+        "the architecture 'mamba' is not supported; known: gemma3, llama, qwen2, qwen3",
+    )
     refused(replace(model, architecture="x\n" * 1000), "is not supported")

@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.models.every_operation import every_operation
 from tests.native.models import (
+    EVERY_OPERATION,
     FLOAT_TYPES,
     ISAS,
     QUANTISED_TYPES,
@@ -16,10 +18,14 @@ from tests.native.models import (
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
-    """A tiny model of each tensor type, and one whose layers differ."""
+    """A tiny model of each tensor type, one whose layers differ, and one of every operation."""
     folder = tmp_path_factory.mktemp("native")
     models = {kind: make_model(folder / f"{kind}.gguf", kind) for kind in QUANTISED_TYPES + FLOAT_TYPES}
-    return {**models, UNEQUAL_LAYERS: with_unequal_layers(models["F32"])}
+    return {
+        **models,
+        UNEQUAL_LAYERS: with_unequal_layers(models["F32"]),
+        EVERY_OPERATION: every_operation(),
+    }
 
 
 @pytest.fixture(scope="session")

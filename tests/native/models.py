@@ -19,6 +19,7 @@ ISAS = ("avx512_amx", "avx512", "avx2_vnni", "avx2", "portable")
 QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
 FLOAT_TYPES = ("F32", "F16", "BF16")
 UNEQUAL_LAYERS = "F32, layers that differ in their heads"
+EVERY_OPERATION = "F32, every operation"
 
 Loaded = tuple[Program, ModelFile]
 

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from segue.contract.step import Sampling, SeqStep, TokenLogprobs
 from segue.runtime.native import NativeExecutor
-from tests.native.models import FLOAT_TYPES, QUANTISED_TYPES, UNEQUAL_LAYERS, Loaded, make_executor
+from tests.native.models import (
+    EVERY_OPERATION,
+    FLOAT_TYPES,
+    QUANTISED_TYPES,
+    UNEQUAL_LAYERS,
+    Loaded,
+    make_executor,
+)
 
 GREEDY = Sampling(num_logprobs=3)
 MAX_LEN = 90
@@ -115,7 +122,7 @@ def run_batch(executor: NativeExecutor, batch: Batch) -> list[list[TokenLogprobs
     return rows
 
 
-@pytest.mark.parametrize("kind", [*QUANTISED_TYPES, *FLOAT_TYPES, UNEQUAL_LAYERS])
+@pytest.mark.parametrize("kind", [*QUANTISED_TYPES, *FLOAT_TYPES, UNEQUAL_LAYERS, EVERY_OPERATION])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_batch_gives_the_bits_of_single_tokens(
@@ -146,7 +153,7 @@ def test_any_number_of_rows_gives_the_bits_of_the_longest(
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("block_size", [5, 16])
-@pytest.mark.parametrize("kind", ["Q4_1", UNEQUAL_LAYERS])
+@pytest.mark.parametrize("kind", ["Q4_1", UNEQUAL_LAYERS, EVERY_OPERATION])
 def test_one_long_sequence_is_cut_by_positions_only(
     kind: str, threads: int, block_size: int, models: dict[str, Loaded]
 ) -> None:

@@ -231,7 +231,7 @@ def changed(op: type, **fields: object) -> Callable[[Program], Program]:
         (changed(Linear, weights="blk"), "the model has no tensor b"),
         (changed(Linear, weights=()), "linear: it has no weights"),
         (changed(Linear, accumulate="yes"), "Linear: accumulate: expected True or False"),
-        (changed(Attention, rope=None), "Attention: 'NoneType' object has no attribute 'theta'"),
+        (changed(Attention, rope=1), "Attention: 'int' object has no attribute 'theta'"),
         (changed(Attention, layer=1), "attention: its layers must be numbered from 0 in order, this one is 1"),
         (changed(Attention, num_heads=5), "attention: 5 heads cannot share 2 KV heads evenly"),
         (changed(Attention, num_heads=4), "attention: the buffers' widths do not fit"),

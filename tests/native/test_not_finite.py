@@ -15,7 +15,7 @@ from segue.models.program import Program
 from segue.runtime.reference import ReferenceExecutor
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, TensorType
-from tests.models.programs import with_rope
+from tests.models.programs import rope_of, with_rope
 from tests.native.models import FLOAT_TYPES, QUANTISED_TYPES, Loaded, make_executor
 from tests.weights.make_gguf import tiny_llama
 
@@ -154,7 +154,7 @@ def test_the_error_outlives_the_step(untied: dict[str, Loaded], isas: list[str])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_rotation(untied: dict[str, Loaded], isas: list[str]) -> None:
     program, model = untied["Q4_0"]
-    factors = (np.nan, *program.attentions[0].rope.factors[1:])
+    factors = (np.nan, *rope_of(program).factors[1:])
     for label, executor in all_executors((with_rope(program, factors=factors), model), isas):
         assert forward(executor).errors == dict.fromkeys(range(3), NOT_FINITE), label
 
@@ -186,7 +186,7 @@ def test_keys_beyond_f16(untied: dict[str, Loaded], isas: list[str]) -> None:
     large = scaled_row(model, "blk.1.attn_k.weight", 0, 2.0**16)
     for row in (0, program.attentions[-1].head_dim):  # of the two query heads that share the KV head
         large = scaled_row(large, "blk.1.attn_q.weight", row, 2.0**-16)
-    loaded = (with_rope(program, factors=(1e30, *program.attentions[0].rope.factors[1:])), large)
+    loaded = (with_rope(program, factors=(1e30, *rope_of(program).factors[1:])), large)
     (_, reference), *executors = all_executors(loaded, isas)
     num_errors = []
     for seed in range(30):

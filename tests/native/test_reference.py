@@ -10,13 +10,14 @@ import numpy.typing as npt
 import pytest
 
 from segue.contract.step import Sampling, SeqStep
-from segue.models.program import Embed, Linear, Logits, Program
+from segue.models.program import Embed, Linear, Logits, Program, RMSNorm
 from segue.runtime.native import NativeExecutor
 from segue.runtime.reference import ReferenceExecutor
 from segue.weights.dequantize import dequantize
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 from tests.models.programs import with_rope
 from tests.native.models import (
+    EVERY_OPERATION,
     FLOAT_TYPES,
     QUANTISED_TYPES,
     UNEQUAL_LAYERS,
@@ -71,6 +72,16 @@ def test_layers_that_differ(models: dict[str, Loaded], isas: list[str]) -> None:
         assert got.tokens == expected.tokens
         for a, b in zip(got.prompt_logprobs[0], expected.prompt_logprobs[0], strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4), isa
+
+
+def test_every_operation(models: dict[str, Loaded], isas: list[str]) -> None:
+    """With windows that begin in the middle of a tile of keys, and in a later range of them than the first."""
+    loaded = models[EVERY_OPERATION]
+    ids = np.random.default_rng(2).integers(0, 300, 700).tolist()
+    expected = ReferenceExecutor(*loaded).logits(ids)
+    for isa in isas:
+        got = make_executor(loaded, isa=isa, threads=2, kv_dtype="f32").logits(ids)
+        assert np.abs(got - expected).max() < FLOAT_BOUND * np.abs(expected).max(), isa
 
 
 def test_partly_rotated_heads(models: dict[str, Loaded], isas: list[str]) -> None:
@@ -141,8 +152,13 @@ def test_packed_integer_weights_lose_nothing(
         ),
     ]
     program = Program(
-        ops=(Embed("embed", "x"), Linear("x", ("w",), "y"), Logits("y", "norm", 1e-6, "output")),
-        widths={"x": inputs, "y": outputs},
+        ops=(
+            Embed("embed", "x"),
+            Linear("x", ("w",), "y"),
+            RMSNorm("y", "norm", "normed", 1e-6),
+            Logits("normed", "output"),
+        ),
+        widths={"x": inputs, "y": outputs, "normed": outputs},
         vocab_size=70,
         max_model_len=128,
     )

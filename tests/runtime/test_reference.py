@@ -21,7 +21,7 @@ from segue.sample.reference import row_logprobs, sample_row
 from segue.weights.dequantize import dequantize
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile
-from tests.models.programs import with_rope
+from tests.models.programs import rope_of, with_rope
 from tests.weights.make_gguf import tiny_llama
 
 FloatArray = npt.NDArray[np.float32]
@@ -44,7 +44,7 @@ def plain_llama(model: ModelFile, program: Program, tokens: list[int]) -> Wide:
     """Logits [n, vocab] of a whole sequence at once, in f64, rotating pairs as complex numbers."""
 
     attention = program.attentions[0]
-    rope = attention.rope
+    rope = rope_of(program)
 
     def weight(name: str) -> Wide:
         return dequantize(model.tensors[f"{name}.weight"]).astype(np.float64)

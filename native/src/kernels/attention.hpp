@@ -60,15 +60,24 @@ inline Scratch carve(float* memory, int rows, const KvView& kv) {
     return s;
 }
 
-// The first `keys` keys of the tile at `position`, in place where blocks allow it, else gathered.
+// Keys [begin, end) of a tile.
+struct Span {
+    int begin;
+    int end;
+
+    bool empty() const { return begin >= end; }
+};
+
+// The tile at `position`, of which only `keys` exist: in place where blocks allow it, else gathered.
 template <class T>
-Tile<T> locate_tile(const KvView& kv, int position, int keys, float* gathered) {
+Tile<T> locate_tile(const KvView& kv, int position, Span keys, float* gathered) {
     Tile<T> tile;
     const T* base = static_cast<const T*>(kv.base);
     if (kv.block_size % kUnit == 0) {
         tile.k_stride = static_cast<size_t>(kv.block_size);
         for (int u = 0; u < kUnits; ++u) {
-            const int at = position + (u * kUnit < keys ? u * kUnit : 0);
+            const bool exists = (u + 1) * kUnit > keys.begin && u * kUnit < keys.end;
+            const int at = position + (exists ? u * kUnit : keys.begin / kUnit * kUnit);
             const T* block = base + static_cast<size_t>(kv.blocks[at / kv.block_size]) * kv.block_stride;
             const size_t slot = static_cast<size_t>(at % kv.block_size);
             tile.k[u] = block + slot;
@@ -78,7 +87,7 @@ Tile<T> locate_tile(const KvView& kv, int position, int keys, float* gathered) {
     }
     T* k = reinterpret_cast<T*>(gathered);
     T* v = k + static_cast<size_t>(kTileKeys) * static_cast<size_t>(kv.head_dim);
-    for (int i = 0; i < keys; ++i) {
+    for (int i = keys.begin; i < keys.end; ++i) {
         const int at = position + i;
         const T* block = base + static_cast<size_t>(kv.blocks[at / kv.block_size]) * kv.block_stride;
         const size_t slot = static_cast<size_t>(at % kv.block_size);
@@ -99,17 +108,18 @@ Tile<T> locate_tile(const KvView& kv, int position, int keys, float* gathered) {
 
 // Converts a tile to f32, for calls whose many rows share it. The conversion is exact.
 template <class V, class T>
-Tile<float> widen_tile(const Tile<T>& from, const KvView& kv, int keys, const Scratch& s) {
-    const int units = (keys + kUnit - 1) / kUnit;
+Tile<float> widen_tile(const Tile<T>& from, const KvView& kv, Span keys, const Scratch& s) {
+    const int first_unit = keys.begin / kUnit;
+    const int units = (keys.end + kUnit - 1) / kUnit;
     for (int d = 0; d < kv.head_dim; ++d) {
-        for (int u = 0; u < units; ++u) {
+        for (int u = first_unit; u < units; ++u) {
             for (int i = 0; i < kUnit; i += V::lanes) {
                 V::store(s.k_tile + d * kTileKeys + u * kUnit + i,
                          V::load(from.k[u] + static_cast<size_t>(d) * from.k_stride + i));
             }
         }
     }
-    for (int j = 0; j < keys; ++j) {
+    for (int j = keys.begin; j < keys.end; ++j) {
         const T* row = from.v[j / kUnit] + static_cast<size_t>(j % kUnit) * static_cast<size_t>(kv.v_stride);
         for (int i = 0; i < kv.v_stride; i += V::lanes) {
             V::store(s.v_tile + static_cast<size_t>(j) * static_cast<size_t>(kv.v_stride) + i, V::load(row + i));
@@ -118,7 +128,7 @@ Tile<float> widen_tile(const Tile<T>& from, const KvView& kv, int keys, const Sc
     Tile<float> tile;
     tile.k_stride = kTileKeys;
     for (int u = 0; u < kUnits; ++u) {
-        tile.k[u] = s.k_tile + (u < units ? u * kUnit : 0);
+        tile.k[u] = s.k_tile + (u >= first_unit && u < units ? u : first_unit) * kUnit;
         tile.v[u] = s.v_tile + static_cast<size_t>(u * kUnit) * static_cast<size_t>(kv.v_stride);
     }
     return tile;
@@ -150,57 +160,73 @@ inline void score_vectors(const Tile<T>& tile, int first, const float* q, int he
 }
 
 template <class V, class T, int MR>
-void score_rows(const Tile<T>& tile, int keys, const float* q, int head_dim, float* scores) {
+void score_rows(const Tile<T>& tile, Span keys, const float* q, int head_dim, float* scores) {
     constexpr int kVectors = V::lanes == 16 ? 4 : 2;
-    for (int first = 0; first * V::lanes < keys; first += kVectors) {
+    for (int first = keys.begin / (kVectors * V::lanes) * kVectors; first * V::lanes < keys.end; first += kVectors) {
         score_vectors<V, T, MR, kVectors>(tile, first, q, head_dim, scores);
     }
 }
 
-// Calls visit(j, n) for the vectors of a row's first `keys` scores; n lanes of vector j count.
+// Calls visit(j, skipped, n) for the vectors of a row's scores that have some of `keys`: lanes [skipped, n) of vector
+// j.
 template <class V, class Visit>
-[[gnu::always_inline]] inline void for_score_vectors(int keys, const Visit& visit) {
+[[gnu::always_inline]] inline void for_score_vectors(Span keys, const Visit& visit) {
     constexpr int kVectors = kTileKeys / V::lanes;
-    if (keys == kTileKeys) {
-        unroll<kVectors>([&](auto j) { visit(j, V::lanes); });
+    if (keys.begin == 0 && keys.end == kTileKeys) {
+        unroll<kVectors>([&](auto j) { visit(j, 0, V::lanes); });
         return;
     }
-    for (int j = 0; j * V::lanes < keys; ++j) {
-        visit(j, keys - j * V::lanes < V::lanes ? keys - j * V::lanes : V::lanes);
+    for (int j = keys.begin / V::lanes; j * V::lanes < keys.end; ++j) {
+        const int first = j * V::lanes;
+        visit(j, keys.begin > first ? keys.begin - first : 0,
+              keys.end - first < V::lanes ? keys.end - first : V::lanes);
     }
 }
 
+// The lanes [skipped, n) of x, `otherwise` in the others.
 template <class V>
-inline float largest_score(const float* scores, int keys) {
+[[gnu::always_inline]] inline typename V::F keep_lanes(typename V::F x, int skipped, int n, typename V::F otherwise) {
+    if (n < V::lanes) x = V::keep_n(x, n, otherwise);
+    return skipped > 0 ? V::keep_n(otherwise, skipped, x) : x;
+}
+
+template <class V>
+inline float largest_score(const float* scores, Span keys) {
     typename V::F largest = V::set1(-kInfinity);
-    for_score_vectors<V>(keys, [&](int j, int n) __attribute__((always_inline)) {
-        const auto s = V::load(scores + j * V::lanes);
-        largest = V::max(largest, n == V::lanes ? s : V::keep_n(s, n, V::set1(-kInfinity)));
+    for_score_vectors<V>(keys, [&](int j, int skipped, int n) __attribute__((always_inline)) {
+        largest = V::max(largest, keep_lanes<V>(V::load(scores + j * V::lanes), skipped, n, V::set1(-kInfinity)));
     });
     return V::reduce_max(largest);
 }
 
-// Turns a row's first `keys` scores into weights e^(s - max); returns their sum.
+// Turns a row's scores into weights e^(s - max); returns their sum.
 template <class V>
-inline float weigh_scores(float* scores, int keys, float max) {
+inline float weigh_scores(float* scores, Span keys, float max) {
     const auto shift = V::set1(max);
     auto sum = V::zero();
-    for_score_vectors<V>(keys, [&](int j, int n) __attribute__((always_inline)) {
-        auto p = exp<V>(V::sub(V::load(scores + j * V::lanes), shift));
-        if (n < V::lanes) p = V::keep_n(p, n, V::zero());
+    for_score_vectors<V>(keys, [&](int j, int skipped, int n) __attribute__((always_inline)) {
+        const auto p = keep_lanes<V>(exp<V>(V::sub(V::load(scores + j * V::lanes), shift)), skipped, n, V::zero());
         V::store(scores + j * V::lanes, p);
         sum = V::add(sum, p);
     });
     return V::reduce_add(sum);
 }
 
+// score = cap · tanh(score / cap)
+template <class V>
+inline void cap_scores(float* scores, Span keys, float cap) {
+    for_score_vectors<V>(keys, [&](int j, int, int) __attribute__((always_inline)) {
+        V::store(scores + j * V::lanes, soft_cap_lanes<V>(V::load(scores + j * V::lanes), cap));
+    });
+}
+
 // Scores become weights, in all rows; maxima and sums are brought up to date. factor[r] is by how much what was
 // accumulated before must shrink.
 template <class V>
-void softmax_rows(float* scores, const int* keys, int rows, const SoftmaxState& state, float* factor) {
+void softmax_rows(float* scores, const Span* keys, int rows, const SoftmaxState& state, float* factor) {
     float shift[kMaxQueryRows] = {};
     for (int r = 0; r < rows; ++r) {
-        if (keys[r] == 0) continue;
+        if (keys[r].empty()) continue;
         const float largest = largest_score<V>(scores + r * kTileKeys, keys[r]);
         const float max = largest > state.max[r] ? largest : state.max[r];
         shift[r] = state.max[r] - max;
@@ -208,46 +234,57 @@ void softmax_rows(float* scores, const int* keys, int rows, const SoftmaxState& 
     }
     for (int r = 0; r < rows; r += V::lanes) V::store(factor + r, exp<V>(V::load(shift + r)));
     for (int r = 0; r < rows; ++r) {
-        if (keys[r] == 0) continue;
+        if (keys[r].empty()) continue;
         state.sum[r] = state.sum[r] * factor[r] + weigh_scores<V>(scores + r * kTileKeys, keys[r], state.max[r]);
     }
 }
 
-// acc[m] = acc[m] · factor[m] + Σ_j p[m][j] · v[j], for ND vectors of dimensions and keys [0, keys[m]).
-// keys ascend with m; the keys that all rows have share their loads.
+// acc[m] = acc[m] · factor[m] + Σ_j p[m][j] · v[j], for ND vectors of dimensions and the keys j of row m, ascending.
+// Both ends of keys ascend with m; the keys that all rows have share their loads.
 template <class V, class T, int MR, int ND>
-inline void weigh_dims(const Tile<T>& tile, int v_stride, int dim, const float* p, const int* keys, const float* factor,
-                       float* acc) {
+inline void weigh_dims(const Tile<T>& tile, int v_stride, int dim, const float* p, const Span* keys,
+                       const float* factor, float* acc) {
     using F = typename V::F;
     F sums[MR][ND];
     unroll<MR>([&](auto m) {
         unroll<ND>(
             [&](auto i) { sums[m][i] = V::mul(V::load(acc + m * v_stride + dim + i * V::lanes), V::set1(factor[m])); });
     });
-    for (int begin = 0; begin < keys[0]; begin += kUnit) {
-        const T* v = tile.v[begin / kUnit] + dim;
-        const int end = keys[0] - begin < kUnit ? keys[0] - begin : kUnit;
-        for (int j = 0; j < end; ++j, v += v_stride) {
+    const auto weigh_own = [&](auto m, int begin, int end) __attribute__((always_inline)) {
+        for (int j = begin; j < end; ++j) {
+            const T* v = tile.v[j / kUnit] + (j % kUnit) * v_stride + dim;
+            const F weight = V::set1(p[m * kTileKeys + j]);
+            unroll<ND>([&](auto i) { sums[m][i] = V::fma(weight, V::load(v + i * V::lanes), sums[m][i]); });
+        }
+    };
+    const int shared_begin = keys[MR - 1].begin;
+    const int shared_end = keys[0].end > shared_begin ? keys[0].end : shared_begin;
+    if (keys[0].begin < shared_begin) {
+        unroll<MR>([&](auto m) __attribute__((always_inline)) {
+            weigh_own(m, keys[m].begin, keys[m].end < shared_begin ? keys[m].end : shared_begin);
+        });
+    }
+    for (int begin = shared_begin; begin < shared_end;) {
+        const T* v = tile.v[begin / kUnit] + (begin % kUnit) * v_stride + dim;
+        const int unit_end = (begin / kUnit + 1) * kUnit;
+        const int end = shared_end < unit_end ? shared_end : unit_end;
+        for (; begin < end; ++begin, v += v_stride) {
             F vv[ND];
             unroll<ND>([&](auto i) { vv[i] = V::load(v + i * V::lanes); });
             unroll<MR>([&](auto m) __attribute__((always_inline)) {
-                const F weight = V::set1(p[m * kTileKeys + begin + j]);
+                const F weight = V::set1(p[m * kTileKeys + begin]);
                 unroll<ND>([&](auto i) { sums[m][i] = V::fma(weight, vv[i], sums[m][i]); });
             });
         }
     }
     unroll<MR>([&](auto m) __attribute__((always_inline)) {
-        for (int j = keys[0]; j < keys[m]; ++j) {
-            const T* v = tile.v[j / kUnit] + (j % kUnit) * v_stride + dim;
-            const F weight = V::set1(p[m * kTileKeys + j]);
-            unroll<ND>([&](auto i) { sums[m][i] = V::fma(weight, V::load(v + i * V::lanes), sums[m][i]); });
-        }
+        weigh_own(m, keys[m].begin > shared_end ? keys[m].begin : shared_end, keys[m].end);
         unroll<ND>([&](auto i) { V::store(acc + m * v_stride + dim + i * V::lanes, sums[m][i]); });
     });
 }
 
 template <class V, class T, int MR>
-void weigh_rows(const Tile<T>& tile, int v_stride, const float* p, const int* keys, const float* factor, float* acc) {
+void weigh_rows(const Tile<T>& tile, int v_stride, const float* p, const Span* keys, const float* factor, float* acc) {
     constexpr int kWide = 4;
     int dim = 0;
     for (; dim + kWide * V::lanes <= v_stride; dim += kWide * V::lanes) {
@@ -258,17 +295,21 @@ void weigh_rows(const Tile<T>& tile, int v_stride, const float* p, const int* ke
     }
 }
 
-// One tile: scores, softmax, weighted sum, for all rows. keys[r] ≥ 0 is how many of its keys row r sees.
+// One tile: scores, softmax, weighted sum, for all rows. Row r sees keys[r], all rows together `seen`.
 template <class V, class T>
-void attend_tile(const Tile<T>& tile, const KvView& kv, int rows, int keys_max, const int* keys, const Scratch& s) {
+void attend_tile(const Tile<T>& tile, const KvView& kv, int rows, Span seen, const Span* keys, float softcap,
+                 const Scratch& s) {
     constexpr int kScoreRows = 6;
     constexpr int kWeighRows = V::lanes == 16 ? 4 : 2;
     float factor[kMaxQueryRows];
     for (int r = 0; r < rows; r += kScoreRows) {
         const int count = rows - r < kScoreRows ? rows - r : kScoreRows;
         with_rows<kScoreRows>(count, [&]<int MR>() {
-            score_rows<V, T, MR>(tile, keys_max, s.q + r * kv.head_dim, kv.head_dim, s.scores + r * kTileKeys);
+            score_rows<V, T, MR>(tile, seen, s.q + r * kv.head_dim, kv.head_dim, s.scores + r * kTileKeys);
         });
+    }
+    if (softcap > 0.0f) {
+        for (int r = 0; r < rows; ++r) cap_scores<V>(s.scores + r * kTileKeys, keys[r], softcap);
     }
     softmax_rows<V>(s.scores, keys, rows, s.range, factor);
     for (int r = 0; r < rows; r += kWeighRows) {
@@ -288,26 +329,27 @@ inline void clear_state(const SoftmaxState& state, int rows, int v_stride) {
     __builtin_memset(state.acc, 0, static_cast<size_t>(rows) * static_cast<size_t>(v_stride) * sizeof(float));
 }
 
+inline int within_tile(int key) { return key < 0 ? 0 : (key < kTileKeys ? key : kTileKeys); }
+
 // The state of one range, for all rows.
 template <class V, class T>
 void attend_range(const AttentionArgs& a, int range, int rows, const Scratch& s) {
     constexpr int kShareRows = 12;  // from here on converting a tile once is cheaper than each time it is read
-    const int last = a.position + a.queries - 1;
     clear_state(s.range, rows, a.kv.v_stride);
     for (int t = 0; t < kRangeTiles; ++t) {
         const int begin = range * kRangeKeys + t * kTileKeys;
-        if (begin > last) break;
-        const int keys_max = last + 1 - begin < kTileKeys ? last + 1 - begin : kTileKeys;
-        int keys[kMaxQueryRows];
+        Span keys[kMaxQueryRows];
         for (int r = 0; r < rows; ++r) {
-            const int seen = a.position + r / a.heads + 1 - begin;
-            keys[r] = seen < 0 ? 0 : (seen < kTileKeys ? seen : kTileKeys);
+            const int position = a.position + r / a.heads;
+            keys[r] = {within_tile(first_key(position, a.window) - begin), within_tile(position + 1 - begin)};
         }
-        const Tile<T> tile = locate_tile<T>(a.kv, begin, keys_max, s.gathered);
+        const Span seen{keys[0].begin, keys[rows - 1].end};
+        if (seen.empty()) continue;
+        const Tile<T> tile = locate_tile<T>(a.kv, begin, seen, s.gathered);
         if (rows >= kShareRows) {
-            attend_tile<V, float>(widen_tile<V, T>(tile, a.kv, keys_max, s), a.kv, rows, keys_max, keys, s);
+            attend_tile<V, float>(widen_tile<V, T>(tile, a.kv, seen, s), a.kv, rows, seen, keys, a.softcap, s);
         } else {
-            attend_tile<V, T>(tile, a.kv, rows, keys_max, keys, s);
+            attend_tile<V, T>(tile, a.kv, rows, seen, keys, a.softcap, s);
         }
     }
 }
@@ -338,12 +380,39 @@ inline void copy_row(const SoftmaxState& to, const SoftmaxState& from, int r, in
     __builtin_memcpy(to.acc + at, from.acc + at, static_cast<size_t>(v_stride) * sizeof(float));
 }
 
+// total becomes, or takes in, the state of a range, for the rows that have keys in it.
+template <class V>
+void take_range(const SoftmaxState& total, const SoftmaxState& part, int range, int rows, int heads, int position,
+                int window, int v_stride) {
+    for (int r = 0; r < rows; ++r) {
+        const int last = position + r / heads;
+        const int first_range = first_key(last, window) / kRangeKeys;
+        if (range == first_range) {
+            if (total.max != part.max) copy_row(total, part, r, v_stride);
+        } else if (range > first_range && range <= last / kRangeKeys) {
+            merge_row<V>(total, part, r, v_stride);
+        }
+    }
+}
+
+// 1 / Σ weights, where a head's sink is one of them and has no value (Xiao et al. 2023).
+template <class V>
+float inverse_sum(float max, float sum, float sink) {
+    const float largest = max > sink ? max : sink;
+    float factors[V::lanes];
+    V::store(factors, exp<V>(V::set1(max - largest)));
+    const float factor = factors[0];
+    V::store(factors, exp<V>(V::set1(sink - largest)));
+    return factor / (sum * factor + factors[0]);
+}
+
 // out = acc / sum, for the rows of `queries` queries.
 template <class V>
-void finish_rows(const SoftmaxState& total, int queries, int heads, int head_dim, int v_stride, float* out,
-                 size_t out_stride) {
+void finish_rows(const SoftmaxState& total, int queries, int heads, int head_dim, int v_stride, const float* sinks,
+                 float* out, size_t out_stride) {
     for (int r = 0; r < queries * heads; ++r) {
-        const auto inverse = V::set1(1.0f / total.sum[r]);
+        const auto inverse = V::set1(sinks == nullptr ? 1.0f / total.sum[r]
+                                                      : inverse_sum<V>(total.max[r], total.sum[r], sinks[r % heads]));
         const float* acc = total.acc + static_cast<size_t>(r) * static_cast<size_t>(v_stride);
         float* to = out + static_cast<size_t>(r / heads) * out_stride + static_cast<size_t>((r % heads) * head_dim);
         for_lanes<V>(head_dim,
@@ -368,15 +437,9 @@ void attention(const AttentionArgs& a) {
     }
     for (int range = a.range_begin; range < a.range_end; ++range) {
         attend_range<V, T>(a, range, rows, s);
-        for (int r = 0; r < rows; ++r) {
-            if (range == 0) {
-                copy_row(s.total, s.range, r, a.kv.v_stride);
-            } else if ((a.position + r / a.heads) / kRangeKeys >= range) {
-                merge_row<V>(s.total, s.range, r, a.kv.v_stride);
-            }
-        }
+        take_range<V>(s.total, s.range, range, rows, a.heads, a.position, a.window, a.kv.v_stride);
     }
-    finish_rows<V>(s.total, a.queries, a.heads, a.kv.head_dim, a.kv.v_stride, a.out, a.out_stride);
+    finish_rows<V>(s.total, a.queries, a.heads, a.kv.head_dim, a.kv.v_stride, a.sinks, a.out, a.out_stride);
 }
 
 template <class V>
@@ -384,13 +447,11 @@ void merge_attention(const MergeArgs& a) {
     const int rows = a.queries * a.heads;
     const size_t state_floats = softmax_state_floats(rows, a.v_stride);
     const SoftmaxState total = softmax_state(a.partials, rows);
-    for (int range = 1; range < a.ranges; ++range) {
-        const SoftmaxState part = softmax_state(a.partials + static_cast<size_t>(range) * state_floats, rows);
-        for (int r = 0; r < rows; ++r) {
-            if ((a.position + r / a.heads) / kRangeKeys >= range) merge_row<V>(total, part, r, a.v_stride);
-        }
+    for (int i = 0; i < a.ranges; ++i) {
+        const SoftmaxState part = softmax_state(a.partials + static_cast<size_t>(i) * state_floats, rows);
+        take_range<V>(total, part, a.first_range + i, rows, a.heads, a.position, a.window, a.v_stride);
     }
-    finish_rows<V>(total, a.queries, a.heads, a.head_dim, a.v_stride, a.out, a.out_stride);
+    finish_rows<V>(total, a.queries, a.heads, a.head_dim, a.v_stride, a.sinks, a.out, a.out_stride);
 }
 
 // Magnitudes from here on are infinite once stored.

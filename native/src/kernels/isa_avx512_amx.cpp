@@ -130,8 +130,7 @@ void amx_tile(const LinearArgs& a, int panel, int row, int begin, int end, AmxSc
         if (end < a.quant.groups) {
             Vec::store(waiting[m], acc[m]);
         } else {
-            store_outputs<Vec>(a.out + static_cast<size_t>(row + m) * a.out_stride + output, a.w.outputs - output,
-                               acc[m], a.accumulate);
+            store_outputs<Vec>(a, row + m, output, acc[m]);
         }
     });
 }

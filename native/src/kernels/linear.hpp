@@ -62,13 +62,18 @@ struct I8Format {
     static F add_minimum(const uint8_t*, int, float, F acc) { return acc; }
 };
 
-// Stores (or adds to) `lanes` outputs of a row, of which `left` exist.
+// Stores (or adds to) what exists of `lanes` outputs of a row, from output `output` on.
 template <class V>
-inline void store_outputs(float* out, int left, typename V::F acc, bool accumulate) {
+inline void store_outputs(const LinearArgs& a, int row, int output, typename V::F acc) {
+    float* out = a.out + static_cast<size_t>(row) * a.out_stride + output;
+    const int left = a.w.outputs - output;
+    if (left <= 0) return;
+    if (a.bias != nullptr) acc = V::add(acc, V::load(a.bias + output));
+    if (a.scale != 1.0f) acc = V::mul(acc, V::set1(a.scale));
     if (left >= V::lanes) {
-        V::store(out, accumulate ? V::add(V::load(out), acc) : acc);
-    } else if (left > 0) {
-        V::store_n(out, left, accumulate ? V::add(V::load_n(out, left), acc) : acc);
+        V::store(out, a.accumulate ? V::add(V::load(out), acc) : acc);
+    } else {
+        V::store_n(out, left, a.accumulate ? V::add(V::load_n(out, left), acc) : acc);
     }
 }
 
@@ -111,10 +116,7 @@ void quant_tile(const LinearArgs& a, int panel, int first, int row) {
         isum += kRowBlock;
     }
     const int output = panel * kPanel + first;
-    unroll<MR>([&](auto m) {
-        store_outputs<V>(a.out + static_cast<size_t>(row + m) * a.out_stride + output, a.w.outputs - output, acc[m],
-                         a.accumulate);
-    });
+    unroll<MR>([&](auto m) { store_outputs<V>(a, row + m, output, acc[m]); });
 }
 
 // Splits [begin, end) into pieces of at most MR rows that do not straddle a row block.
@@ -168,8 +170,7 @@ void float_tile(const LinearArgs& a, int panel, int first, int row) {
     const int output = panel * kPanel + first;
     for (int m = 0; m < MR; ++m) {
         const F total = V::add(V::add(acc[m][0], acc[m][1]), V::add(acc[m][2], acc[m][3]));
-        store_outputs<V>(a.out + static_cast<size_t>(row + m) * a.out_stride + output, a.w.outputs - output, total,
-                         a.accumulate);
+        store_outputs<V>(a, row + m, output, total);
     }
 }
 

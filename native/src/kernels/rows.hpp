@@ -95,13 +95,102 @@ void rms_norm(const float* x, const float* weight, float eps, int n, float* y) {
 }
 
 template <class V>
-void silu_mul(const float* x, int n, float* y) {
-    const auto one = V::set1(1.0f);
+float sum_of(const float* x, int n) {
+    auto sum = V::zero();
+    for_lanes<V>(n, [&](int i, int part) { sum = V::add(sum, load_part<V>(x + i, part)); });
+    return V::reduce_add(sum);
+}
+
+template <class V>
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* y) {
+    const auto mean = V::set1(sum_of<V>(x, n) / static_cast<float>(n));
+    for_lanes<V>(n, [&](int i, int part) { store_part<V>(y + i, part, V::sub(load_part<V>(x + i, part), mean)); });
+    rms_norm<V>(y, weight, eps, n, y);
     for_lanes<V>(n, [&](int i, int part) {
-        const auto gate = load_part<V>(x + i, part);
-        const auto silu = V::div(gate, V::add(one, exp<V>(V::sub(V::zero(), gate))));
-        store_part<V>(y + i, part, V::mul(silu, load_part<V>(x + n + i, part)));
+        store_part<V>(y + i, part, V::add(load_part<V>(y + i, part), load_part<V>(bias + i, part)));
     });
+}
+
+// x · sigmoid(z)
+template <class V>
+inline typename V::F times_sigmoid(typename V::F x, typename V::F z) {
+    return V::div(x, V::add(V::set1(1.0f), exp<V>(V::sub(V::zero(), z))));
+}
+
+// Φ is (1 + erf(x / √2)) / 2, erf that of Abramowitz & Stegun 7.1.26: off by 1.5e-7 at most.
+template <class V>
+inline typename V::F gelu(typename V::F x) {
+    const auto one = V::set1(1.0f);
+    const auto magnitude = V::abs(V::mul(x, V::set1(0.70710678118654752f)));
+    const auto t = V::div(one, V::fma(V::set1(0.3275911f), magnitude, one));
+    auto p = V::set1(1.061405429f);
+    p = V::fma(p, t, V::set1(-1.453152027f));
+    p = V::fma(p, t, V::set1(1.421413741f));
+    p = V::fma(p, t, V::set1(-0.284496736f));
+    p = V::mul(V::fma(p, t, V::set1(0.254829592f)), t);
+    const auto tail = V::mul(V::mul(p, V::set1(0.5f)), exp<V>(V::sub(V::zero(), V::mul(magnitude, magnitude))));
+    return V::mul(x, V::select_less(x, V::zero(), tail, V::sub(one, tail)));
+}
+
+template <class V, Function function>
+inline typename V::F activated(typename V::F x) {
+    if constexpr (function == Function::kSilu) {
+        return times_sigmoid<V>(x, x);
+    } else if constexpr (function == Function::kGelu) {
+        return gelu<V>(x);
+    } else if constexpr (function == Function::kGeluTanh) {  // (1 + tanh(u)) / 2 = sigmoid(2u)
+        const auto inner = V::fma(V::mul(V::mul(x, x), x), V::set1(0.044715f), x);
+        return times_sigmoid<V>(x, V::mul(inner, V::set1(1.59576912160573071f)));
+    } else {
+        return V::max(V::zero(), x);  // a NaN passes
+    }
+}
+
+// Calls visit.operator()<function>().
+template <class Visit>
+inline void with_function(Function function, const Visit& visit) {
+    switch (function) {
+        case Function::kSilu:
+            return visit.template operator()<Function::kSilu>();
+        case Function::kGelu:
+            return visit.template operator()<Function::kGelu>();
+        case Function::kGeluTanh:
+            return visit.template operator()<Function::kGeluTanh>();
+        case Function::kRelu:
+            return visit.template operator()<Function::kRelu>();
+    }
+}
+
+template <class V>
+void activate(Function function, const float* x, int n, float* y) {
+    with_function(function, [&]<Function f>() {
+        for_lanes<V>(n,
+                     [&](int i, int part) { store_part<V>(y + i, part, activated<V, f>(load_part<V>(x + i, part))); });
+    });
+}
+
+template <class V>
+void glu(Function function, const float* x, int n, float* y) {
+    with_function(function, [&]<Function f>() {
+        for_lanes<V>(n, [&](int i, int part) {
+            store_part<V>(y + i, part,
+                          V::mul(activated<V, f>(load_part<V>(x + i, part)), load_part<V>(x + n + i, part)));
+        });
+    });
+}
+
+// cap · tanh(x / cap), where tanh(z) = 1 - 2 / (1 + e^2z)
+template <class V>
+inline typename V::F soft_cap_lanes(typename V::F x, float cap) {
+    const auto one = V::set1(1.0f);
+    const auto power = exp<V>(V::mul(x, V::set1(2.0f / cap)));
+    return V::mul(V::sub(one, V::div(V::set1(2.0f), V::add(one, power))), V::set1(cap));
+}
+
+template <class V>
+void soft_cap(float* x, float cap, int n) {
+    for_lanes<V>(
+        n, [&](int i, int part) { store_part<V>(x + i, part, soft_cap_lanes<V>(load_part<V>(x + i, part), cap)); });
 }
 
 // A group with a NaN or an infinity gets the scale NaN, which makes every product with it NaN.

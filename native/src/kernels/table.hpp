@@ -33,6 +33,9 @@ constexpr bool is_integer(WeightFormat format) { return format == WeightFormat::
 constexpr size_t kU4BlockBytes = 4 * 64 + 2 * kPanel * sizeof(Half);
 constexpr size_t kI8BlockBytes = 8 * 64 + kPanel * sizeof(Half);
 
+// As in segue/models/program.py.
+enum class Function { kSilu, kGelu, kGeluTanh, kRelu };
+
 // A packed matrix [outputs, inputs]; panels beyond `outputs` are padded with zeros.
 struct MatrixView {
     const uint8_t* data;
@@ -54,8 +57,9 @@ struct QuantView {
     int groups;
 };
 
-// out[r][n] (+)= Σ_k x[r][k] · w[n][k] for rows [row_begin, row_end) and panels [panel_begin, panel_end) of outputs.
-// Row r of `out` starts at out + r · out_stride. Integer formats read `quant`, float formats `x` (row stride x_stride).
+// out[r][n] (+)= scale · (Σ_k x[r][k] · w[n][k] + bias[n]) for rows [row_begin, row_end) and panels [panel_begin,
+// panel_end) of outputs. Row r of `out` starts at out + r · out_stride. Integer formats read `quant`, float formats `x`
+// (row stride x_stride).
 struct LinearArgs {
     MatrixView w;
     QuantView quant;
@@ -67,6 +71,8 @@ struct LinearArgs {
     int row_end;
     int panel_begin;
     int panel_end;
+    const float* bias;  // [outputs, rounded up to a panel] or null
+    float scale;
     bool accumulate;
     void* scratch;  // linear_scratch_bytes of the table, at a cache line's boundary
 };
@@ -93,8 +99,8 @@ struct SoftmaxState {
 
 // Attention of `queries` consecutive positions from `position`, each with `heads` query heads, to one KV head.
 // Query (i, h) is q[i · q_stride + h · head_dim ...], rotated and scaled; its result goes to the same place of `out`.
-// Only ranges [range_begin, range_end) of keys are attended to. With `partial`, the state of the one range is
-// stored there instead; `merge_attention` combines them.
+// It sees the keys from first_key on. Only ranges [range_begin, range_end) of keys are attended to. With `partial`, the
+// state of the one range is stored there instead; `merge_attention` combines them.
 struct AttentionArgs {
     KvView kv;
     const float* q;
@@ -104,11 +110,19 @@ struct AttentionArgs {
     int queries;
     int heads;
     int position;
+    int window;          // 0: none
+    float softcap;       // 0: none
+    const float* sinks;  // by head, or null
     int range_begin;
     int range_end;
     float* partial;
     float* scratch;  // attention_scratch_floats() of them
 };
+
+// The first key that a query at `position` sees.
+constexpr int first_key(int position, int window) {
+    return window > 0 && position >= window ? position + 1 - window : 0;
+}
 
 // Floats that one partial state of `rows` query rows takes.
 constexpr size_t softmax_state_floats(int rows, int v_stride) {
@@ -128,7 +142,10 @@ constexpr size_t attention_scratch_floats(int head_dim, int v_stride) {
 // Merges the states of `ranges` consecutive ranges, stored one after the other at `partials`, into args.out.
 struct MergeArgs {
     float* partials;  // the first is overwritten
+    int first_range;
     int ranges;
+    int window;
+    const float* sinks;
     int v_stride;
     int head_dim;
     int queries;
@@ -155,8 +172,14 @@ struct KernelTable {
 
     // y = x / sqrt(mean(x²) + eps) · weight, over n elements.
     void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);
-    // y = silu(x[:n]) · x[n:]
-    void (*silu_mul)(const float* x, int n, float* y);
+    // y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias, over n elements.
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* y);
+    // y = function(x[:n])
+    void (*activate)(Function function, const float* x, int n, float* y);
+    // y = function(x[:n]) · x[n:]
+    void (*glu)(Function function, const float* x, int n, float* y);
+    // x = cap · tanh(x / cap), over n elements.
+    void (*soft_cap)(float* x, float cap, int n);
     // Quantises x [32 · quant.groups] as row `row`.
     void (*quantise_row)(const float* x, const QuantView& quant, int row);
 

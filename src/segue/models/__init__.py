@@ -4,11 +4,16 @@ from collections.abc import Callable
 
 from segue.display import show_name, show_path
 from segue.errors import ModelFileError
-from segue.models import llama
+from segue.models import gemma3, llama, qwen2, qwen3
 from segue.models.program import Program
 from segue.weights.model_file import ModelFile
 
-_FAMILIES: dict[str, Callable[[ModelFile], Program]] = {"llama": llama.build}
+_FAMILIES: dict[str, Callable[[ModelFile], Program]] = {
+    "gemma3": gemma3.build,
+    "llama": llama.build,
+    "qwen2": qwen2.build,
+    "qwen3": qwen3.build,
+}
 
 
 def build_program(model: ModelFile) -> Program:

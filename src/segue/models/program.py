@@ -7,42 +7,80 @@ matrix `[rows, width]` of f32, one row for each input token of a step; nothing i
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+Function = Literal["silu", "gelu", "gelu_tanh", "relu"]
+"""silu(x) = x · sigmoid(x); gelu(x) = x · Φ(x), and its approximation by tanh (Hendrycks & Gimpel 2016)."""
 
 
 @dataclass(frozen=True)
 class Embed:
-    """out[r] = weight[token[r]]"""
+    """out[r] = scale · weight[token[r]], plus positions[position[r] + first_position] where there are any."""
 
     weight: str
     out: str
+    scale: float = 1.0
+    positions: str | None = None
+    """Learned position embeddings, a row for each position."""
+    first_position: int = 0
 
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """out = x / sqrt(mean(x²) + eps) · weight, by row (Zhang & Sennrich 2019)."""
+    """out = x / sqrt(mean(x²) + eps) · weight, by row (Zhang & Sennrich 2019); added to out with `accumulate`."""
 
     x: str
     weight: str
     out: str
     eps: float
+    accumulate: bool = False
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """out = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias, by row (Ba et al. 2016)."""
+
+    x: str
+    weight: str
+    bias: str
+    out: str
+    eps: float
+
+
+@dataclass(frozen=True)
+class NormParts:
+    """RMSNorm in place of `count` parts of a row, each as wide as `weight`, from column `first` on.
+
+    The heads of q and k where each is normalised by itself; one part, where all heads are normalised together.
+    """
+
+    x: str
+    weight: str
+    first: int
+    count: int
+    width: int
+    eps: float
 
 
 @dataclass(frozen=True)
 class Linear:
-    """out = x · Wᵀ, or out += x · Wᵀ with `accumulate`. W is `weights` stacked along their rows: q, k
+    """out = scale · (x · Wᵀ + b), added to out with `accumulate`. W is `weights` stacked along their rows: q, k
     and v (or gate and up) are one operation with one output, in that order."""
 
     x: str
     weights: tuple[str, ...]
     out: str
     accumulate: bool = False
+    biases: tuple[str | None, ...] = ()
+    """One for each of `weights`, or None where it has none; empty: none has."""
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embeddings (Su et al. 2021) of the leading `dim` dimensions of a head.
 
-    Pair i of the vector at position p is rotated by p · theta^(-2i / dim) / factors[i].
+    Pair i of the vector at position p is rotated by p · theta^(-2i / dim) / factors[i], and multiplied by `scale`.
     """
 
     theta: float
@@ -50,7 +88,9 @@ class Rope:
     interleaved: bool
     """True: pairs (2i, 2i+1), as GGUF's llama family stores q and k; False: pairs (i, i + dim/2)."""
     factors: tuple[float, ...] = ()
-    """One for each pair, where the file has `rope_freqs`; empty: all 1."""
+    """One for each pair, where the file has `rope_freqs` or its metadata a scaling; empty: all 1."""
+    scale: float = 1.0
+    """What YaRN (Peng et al. 2023) and LongRoPE (Ding et al. 2024) multiply q and k by."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +98,7 @@ class Attention:
     """Rotates q and k of `qkv`, writes k and v to the layer's KV and attends causally.
 
     qkv [rows, (num_heads + 2·num_kv_heads) · head_dim] → out [rows, num_heads · head_dim]. Query head h reads
-    KV head h // (num_heads // num_kv_heads). Scores are scaled by 1/√head_dim.
+    KV head h // (num_heads // num_kv_heads). Scores are q · k · scale, then softcap · tanh(score / softcap).
     """
 
     qkv: str
@@ -68,28 +108,46 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
+    """None: nothing is rotated."""
+    scale: float
+    """1/√head_dim in most families."""
+    softcap: float | None = None
+    window: int | None = None
+    """Position p sees the keys in (p - window, p]; None: all up to p."""
+    sinks: str | None = None
+    """A score for each query head that counts in the softmax and has no value (Xiao et al. 2023)."""
 
 
 @dataclass(frozen=True)
-class SiluMul:
-    """out = silu(x[:, :w]) · x[:, w:], the gate first (Shazeer 2020)."""
+class Activation:
+    """out = function(x)"""
 
     x: str
     out: str
+    function: Function
+
+
+@dataclass(frozen=True)
+class GLU:
+    """out = function(x[:, :w]) · x[:, w:], the gate first (Shazeer 2020)."""
+
+    x: str
+    out: str
+    function: Function
 
 
 @dataclass(frozen=True)
 class Logits:
-    """logits = RMSNorm(x[wanted rows]) · Wᵀ, only for rows that are sampled or scored."""
+    """logits = softcap · tanh(scale · x · Wᵀ / softcap), only for rows that are sampled or scored."""
 
     x: str
-    norm: str
-    eps: float
     weight: str
+    scale: float = 1.0
+    softcap: float | None = None
 
 
-Op = Embed | RMSNorm | Linear | Attention | SiluMul | Logits
+Op = Embed | RMSNorm | LayerNorm | NormParts | Linear | Attention | Activation | GLU | Logits
 
 
 @dataclass(frozen=True)

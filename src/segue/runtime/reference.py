@@ -5,15 +5,29 @@ whose shapes depend on the row's position only: BLAS picks its order of summatio
 depend on nothing but its own sequence.
 """
 
+import math
 from collections.abc import Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
 from segue.contract.step import NOT_FINITE, ForwardResult, SeqStep
 from segue.errors import CapacityError
-from segue.models.program import Attention, Embed, Linear, Logits, Program, RMSNorm, Rope, SiluMul
+from segue.models.program import (
+    GLU,
+    Activation,
+    Attention,
+    Embed,
+    Function,
+    LayerNorm,
+    Linear,
+    Logits,
+    NormParts,
+    Program,
+    RMSNorm,
+    Rope,
+)
 from segue.runtime.refusal import Refusal, check
 from segue.sample.reference import all_finite, masked, row_logprobs, sample_row
 from segue.weights.dequantize import dequantize
@@ -29,7 +43,9 @@ class ReferenceExecutor:
     def __init__(self, program: Program, model: ModelFile) -> None:
         self._program = program
         self._weights = _load_weights(program, model)
-        self._rotations = {op.rope: _rotation(op.rope, program.max_model_len) for op in program.attentions}
+        self._sizes = {name: tensor.shape[0] for name, tensor in model.tensors.items()}
+        ropes = {op.rope for op in program.attentions if op.rope is not None}
+        self._rotations = {rope: _rotation(rope, program.max_model_len) for rope in ropes}
         self._kv = _PagedKV(program, num_blocks=0, block_size=1)
 
     @property
@@ -106,6 +122,7 @@ class ReferenceExecutor:
         """For each sequence, the logits [vocab] of its wanted inputs."""
         batch = [_Rows(seq, kv.block_size) for seq in seqs]
         token_ids = [token for rows in batch for token in rows.token_ids]
+        positions = [rows.start + i for rows in batch for i in range(len(rows.token_ids))]
         buffers = {
             name: np.zeros((len(token_ids), width), np.float32)
             for name, width in self._program.widths.items()
@@ -114,13 +131,26 @@ class ReferenceExecutor:
         for op in self._program.ops:
             match op:
                 case Embed():
-                    buffers[op.out][:] = self._weights[op.weight,][token_ids]
+                    embedded = self._weights[op.weight,][token_ids] * np.float32(op.scale)
+                    if op.positions is not None:
+                        embedded += self._weights[op.positions,][op.first_position :][positions]
+                    buffers[op.out][:] = embedded
                 case RMSNorm():
                     for row, x in enumerate(buffers[op.x]):
-                        buffers[op.out][row] = _rms_norm(x, self._weights[op.weight,][0], op.eps)
-                case Linear():
+                        normed = _rms_norm(x, self._weights[op.weight,][0], op.eps)
+                        buffers[op.out][row] = buffers[op.out][row] + normed if op.accumulate else normed
+                case LayerNorm():
+                    weight, bias = self._weights[op.weight,][0], self._weights[op.bias,][0]
                     for row, x in enumerate(buffers[op.x]):
-                        product = self._weights[op.weights] @ x
+                        buffers[op.out][row] = _layer_norm(x, weight, bias, op.eps)
+                case NormParts():
+                    for x in buffers[op.x]:
+                        for part in x[op.first :][: op.count * op.width].reshape(op.count, op.width):
+                            part[:] = _rms_norm(part, self._weights[op.weight,][0], op.eps)
+                case Linear():
+                    bias = self._bias(op)
+                    for row, x in enumerate(buffers[op.x]):
+                        product = (self._weights[op.weights] @ x + bias) * np.float32(op.scale)
                         buffers[op.out][row] = buffers[op.out][row] + product if op.accumulate else product
                 case Attention():
                     first = 0
@@ -128,40 +158,64 @@ class ReferenceExecutor:
                         own = slice(first, first + len(rows.token_ids))
                         buffers[op.out][own] = self._attend(op, buffers[op.qkv][own], rows, kv)
                         first = own.stop
-                case SiluMul():
-                    buffers[op.out][:] = _silu_mul(buffers[op.x])
+                case Activation():
+                    buffers[op.out][:] = _activate(buffers[op.x], op.function)
+                case GLU():
+                    gate, up = np.split(buffers[op.x], 2, axis=-1)
+                    buffers[op.out][:] = _activate(gate, op.function) * up
                 case Logits():
                     first = 0
                     for rows, inputs, into in zip(batch, wanted, logits, strict=True):
                         for i in inputs:
-                            x = _rms_norm(buffers[op.x][first + i], self._weights[op.norm,][0], op.eps)
-                            into[i] = self._weights[op.weight,] @ x
+                            scores = self._weights[op.weight,] @ buffers[op.x][first + i]
+                            into[i] = _soft_cap(scores * np.float32(op.scale), op.softcap)
                         first += len(rows.token_ids)
                 case _:
                     assert_never(op)
         return logits
 
+    def _bias(self, op: Linear) -> FloatArray:
+        """[outputs]: zeros for the weights that have none."""
+        biases = [
+            np.zeros(self._sizes[weight], np.float32) if bias is None else self._weights[bias,][0]
+            for weight, bias in zip(op.weights, op.biases or (None,) * len(op.weights), strict=True)
+        ]
+        return np.concatenate(biases)
+
     def _attend(self, op: Attention, qkv: FloatArray, rows: "_Rows", kv: "_PagedKV") -> FloatArray:
         """One sequence: [rows, (heads + 2·kv_heads) · head_dim] → [rows, heads · head_dim]."""
         heads, kv_heads = op.num_heads, op.num_kv_heads
         end = rows.start + len(qkv)
-        cos, sin = (table[rows.start : end, None, :] for table in self._rotations[op.rope])
         split = qkv.reshape(len(qkv), heads + 2 * kv_heads, op.head_dim)
-        q = _rotate(split[:, :heads], op.rope, cos, sin)
-        k = _rotate(split[:, heads : heads + kv_heads], op.rope, cos, sin)
+        q, k = split[:, :heads], split[:, heads : heads + kv_heads].copy()
+        if op.rope is not None:
+            cos, sin = (table[rows.start : end, None, :] for table in self._rotations[op.rope])
+            q, k = _rotate(q, op.rope, cos, sin), _rotate(k, op.rope, cos, sin)
         k[~np.isfinite(k)] = np.nan  # a score of -inf would only hide the key; a NaN is found in the logits
         kv.write(op.layer, rows.slots[rows.start : end], k, split[:, heads + kv_heads :])
         keys, values = kv.read(op.layer, rows.slots[:end])
 
         out = np.empty((len(qkv), heads * op.head_dim), np.float32)
-        scale = np.float32(1 / np.sqrt(op.head_dim))
+        sinks = self._sinks(op)
         for row, position in enumerate(range(rows.start, end)):
+            first = 0 if op.window is None else max(0, position + 1 - op.window)
             grouped = q[row].reshape(kv_heads, heads // kv_heads, op.head_dim)
-            scores = grouped @ keys[:, : position + 1].transpose(0, 2, 1) * scale
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            weights /= weights.sum(axis=-1, keepdims=True)
-            out[row] = (weights @ values[:, : position + 1]).reshape(-1)
+            scores = grouped @ keys[:, first : position + 1].transpose(0, 2, 1) * np.float32(op.scale)
+            scores = _soft_cap(scores, op.softcap)
+            largest = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+            weights = np.exp(scores - largest)
+            weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - largest)
+            out[row] = (weights @ values[:, first : position + 1]).reshape(-1)
         return out
+
+    def _sinks(self, op: Attention) -> FloatArray:
+        """[kv_heads, query heads of each, 1]: minus infinity where there are none."""
+        shape = (op.num_kv_heads, op.num_heads // op.num_kv_heads, 1)
+        return (
+            np.full(shape, -np.inf, np.float32)
+            if op.sinks is None
+            else self._weights[op.sinks,].reshape(shape)
+        )
 
 
 class _Rows:
@@ -208,13 +262,20 @@ def _load_weights(program: Program, model: ModelFile) -> dict[tuple[str, ...], F
     stacks: set[tuple[str, ...]] = set()
     for op in program.ops:
         match op:
-            case Embed() | RMSNorm():
+            case Embed():
                 stacks.add((op.weight,))
+                if op.positions is not None:
+                    stacks.add((op.positions,))
+            case RMSNorm() | NormParts() | Logits():
+                stacks.add((op.weight,))
+            case LayerNorm():
+                stacks |= {(op.weight,), (op.bias,)}
             case Linear():
-                stacks.add(op.weights)
-            case Logits():
-                stacks |= {(op.norm,), (op.weight,)}
-            case Attention() | SiluMul():
+                stacks |= {op.weights, *((bias,) for bias in op.biases if bias is not None)}
+            case Attention():
+                if op.sinks is not None:
+                    stacks.add((op.sinks,))
+            case Activation() | GLU():
                 pass
             case _:
                 assert_never(op)
@@ -230,7 +291,7 @@ def _rotation(rope: Rope, max_model_len: int) -> tuple[FloatArray, FloatArray]:
     if rope.factors:
         frequencies = frequencies / np.asarray(rope.factors)
     angles = np.outer(np.arange(max_model_len), frequencies)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return (np.cos(angles) * rope.scale).astype(np.float32), (np.sin(angles) * rope.scale).astype(np.float32)
 
 
 def _rotate(x: FloatArray, rope: Rope, cos: FloatArray, sin: FloatArray) -> FloatArray:
@@ -256,12 +317,38 @@ def _rms_norm(x: FloatArray, weight: FloatArray, eps: float) -> FloatArray:
     return normed
 
 
-def _silu_mul(x: FloatArray) -> FloatArray:
-    width = x.shape[-1] // 2
-    gate, up = x[..., :width], x[..., width:]
-    with np.errstate(over="ignore"):  # e^-gate is inf for a very negative gate, and the product 0
-        activated: FloatArray = gate / (1 + np.exp(-gate)) * up
-    return activated
+def _layer_norm(x: FloatArray, weight: FloatArray, bias: FloatArray, eps: float) -> FloatArray:
+    centred = x - np.mean(x)
+    normed: FloatArray = _rms_norm(centred, weight, eps) + bias
+    return normed
+
+
+def _activate(x: FloatArray, function: Function) -> FloatArray:
+    one, half = np.float32(1), np.float32(0.5)
+    activated: npt.NDArray[np.floating[Any]]
+    match function:
+        case "silu":
+            with np.errstate(over="ignore"):  # e^-x is inf for a very negative x, and the quotient 0
+                activated = x / (one + np.exp(-x))
+        case "gelu":
+            activated = (
+                half * x * (one + np.vectorize(math.erf, otypes=[np.float32])(x * np.float32(math.sqrt(0.5))))
+            )
+        case "gelu_tanh":
+            cubic = x + np.float32(0.044715) * x * x * x
+            activated = half * x * (one + np.tanh(np.float32(math.sqrt(2 / math.pi)) * cubic))
+        case "relu":
+            activated = np.maximum(x, np.float32(0))
+        case _:
+            assert_never(function)
+    return activated.astype(np.float32)
+
+
+def _soft_cap(scores: FloatArray, cap: float | None) -> FloatArray:
+    if cap is None:
+        return scores
+    capped: FloatArray = np.tanh(scores / np.float32(cap)) * np.float32(cap)
+    return capped
 
 
 def _wanted_inputs(seq: SeqStep) -> list[int]:

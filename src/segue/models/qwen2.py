@@ -1,0 +1,23 @@
+"""Qwen 2 and 2.5 (Yang et al. 2024): Llama with biases for q, k and v, and RoPE over halves of a head."""
+
+from segue.models.decoder import Decoder
+from segue.models.program import Program
+from segue.weights.model_file import ModelFile
+
+
+def build(model: ModelFile) -> Program:
+    """Raises ModelFileError when the file cannot be computed exactly as it says."""
+    decoder = Decoder(model)
+    rope = decoder.rope(interleaved=False)
+    ops = decoder.embed()
+    for layer in range(decoder.sizes.layers):
+        ops += [
+            decoder.rms_norm(f"blk.{layer}.attn_norm"),
+            decoder.qkv(layer, biases=True),
+            decoder.attention(layer, rope),
+            decoder.attn_output(layer),
+            decoder.rms_norm(f"blk.{layer}.ffn_norm"),
+            *decoder.glu(layer),
+            decoder.ffn_down(layer),
+        ]
+    return decoder.program([*ops, decoder.rms_norm("output_norm"), *decoder.logits()])

@@ -1,0 +1,24 @@
+"""Qwen 3 (Yang et al. 2025): Llama with each head of q and k normalised, and RoPE over halves of a head."""
+
+from segue.models.decoder import Decoder
+from segue.models.program import Program
+from segue.weights.model_file import ModelFile
+
+
+def build(model: ModelFile) -> Program:
+    """Raises ModelFileError when the file cannot be computed exactly as it says."""
+    decoder = Decoder(model)
+    rope = decoder.rope(interleaved=False)
+    ops = decoder.embed()
+    for layer in range(decoder.sizes.layers):
+        ops += [
+            decoder.rms_norm(f"blk.{layer}.attn_norm"),
+            decoder.qkv(layer),
+            *decoder.norm_heads(layer),
+            decoder.attention(layer, rope),
+            decoder.attn_output(layer),
+            decoder.rms_norm(f"blk.{layer}.ffn_norm"),
+            *decoder.glu(layer),
+            decoder.ffn_down(layer),
+        ]
+    return decoder.program([*ops, decoder.rms_norm("output_norm"), *decoder.logits()])
