@@ -6,16 +6,19 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from segue import __version__
 from segue.cli import main as main_module
+from segue.cli.commands import QuantizedType
 from segue.cli.main import run_command
 from segue.cli.output import print_json, write_answer
 from segue.cli.table import format_table
 from segue.display import one_line
 from segue.llm.llm import LLM
+from segue.weights.quantize import QUANTISERS
 from tests.weights.make_gguf import tiny_llama
 from tests.weights.raw_gguf import STRING, entry, gguf, string
 
@@ -52,10 +55,10 @@ def assert_one_line(err: str) -> None:
 def test_help_lists_the_commands(segue: Command, arguments: list[str]) -> None:
     code, out, err = segue(*arguments)
     assert (code, err) == (0, "")
-    assert all(command in out for command in ("run", "chat", "inspect", "bench", "pull"))
+    assert all(command in out for command in ("run", "chat", "inspect", "bench", "pull", "quantize"))
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "inspect", "bench", "pull"])
+@pytest.mark.parametrize("command", ["run", "chat", "inspect", "bench", "pull", "quantize"])
 def test_help_of_a_command(segue: Command, command: str) -> None:
     code, out, err = segue(command, "--help")
     assert (code, err) == (0, "")
@@ -94,6 +97,8 @@ def test_version(segue: Command) -> None:
         (["run", "smollm2", "-"], "the prompt is empty"),
         (["run", "smollm2", "\udcff"], "not valid UTF-8"),
         (["inspect", "no-such-file.gguf"], "no-such-file.gguf"),
+        (["quantize", "no-such-file.gguf", "out.gguf", "q4_0"], "no-such-file.gguf: no such file"),
+        (["quantize", "in.gguf", "out.gguf", "q9"], "'q9' is not one of"),
         (["bench", "no-such-model"], "no-such-model"),
         (["chat", "no-such-model"], "no-such-model"),
         (["pull", "no-such-alias"], "no-such-alias"),
@@ -251,6 +256,24 @@ def test_inspect_json(segue: Command, tiny_path: Path) -> None:
     ]
 
 
+def test_quantize(segue: Command, tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "in.gguf", tensor_type="F16")
+    target = tmp_path / "out.gguf"
+    code, out, err = segue("quantize", str(source), str(target), "Q4_0")
+    share = target.stat().st_size / source.stat().st_size
+    assert (code, err) == (0, "")
+    assert out == f"{target}: {target.stat().st_size:,} bytes, {share:.0%} of {source}\n"
+    code, out, err = segue("quantize", str(source), str(target), "q8_0")
+    assert (code, out) == (2, "")
+    assert_one_line(err)
+    assert segue("quantize", str(source), str(target), "q8_0", "--force")[0] == 0
+    assert segue("run", str(target), "hi", "--raw", "--max-tokens", "2", "--runtime", "reference")[0] == 0
+
+
+def test_quantize_offers_what_there_is() -> None:
+    assert [name.upper() for name in get_args(QuantizedType)] == [kind.name for kind in QUANTISERS]
+
+
 def test_inspect_does_not_steer_the_terminal(segue: Command, tmp_path: Path) -> None:
     path = tiny_llama(tmp_path / "evil.gguf", metadata={"general.description": "\x1b[2J\nboo" + "x" * 200})
     _, out, _ = segue("inspect", str(path))
@@ -306,7 +329,7 @@ def test_bench_that_does_not_fit(segue: Command, tiny_path: Path) -> None:
 
 
 def test_pull_prints_the_path(segue: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("segue.weights.hub.pull", lambda alias: tmp_path / f"{alias}.gguf")
+    monkeypatch.setattr("segue.weights.hub.pull", lambda alias, progress: tmp_path / f"{alias}.gguf")
     assert segue("pull", "smollm2") == (0, f"{tmp_path / 'smollm2.gguf'}\n", "")
 
 

@@ -5,7 +5,7 @@ its name, imported only then.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -75,6 +75,7 @@ SpeculativeConfig = Annotated[
         help='For example {"method": "ngram", "num_speculative_tokens": 4}. Never changes the answer.',
     ),
 ]
+QuantizedType = Literal["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _CHAT_EPILOG = '''\b
@@ -332,6 +333,36 @@ def inspect(
     from segue.cli import inspect as command
 
     return partial(command.inspect, file, as_json=as_json)
+
+
+@app.command(
+    epilog="""\b
+What becomes what:
+  matrices                   TYPE
+  the output matrix          q8_0; so the embedding, in models where they are one
+  norms, biases, routers     as they are
+
+\b
+Example:
+  segue quantize model-f16.gguf model-q4_0.gguf q4_0"""
+)
+def quantize(
+    source: Annotated[
+        str, typer.Argument(metavar="IN", show_default=False, help="A GGUF file of F32, F16 or BF16.")
+    ],
+    target: Annotated[str, typer.Argument(metavar="OUT", show_default=False, help="The file to write.")],
+    kind: Annotated[
+        QuantizedType,
+        typer.Argument(
+            metavar="TYPE", show_default=False, case_sensitive=False, help="What its matrices become."
+        ),
+    ],
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
+) -> Action:
+    """Write a model in fewer bits."""
+    from segue.cli import quantize as command
+
+    return partial(command.quantize, source, target, kind, force=force)
 
 
 @app.command(epilog="Example:  segue bench smollm2 --threads 2 --json")

@@ -20,17 +20,22 @@ from segue.errors import ModelFileError
 from segue.weights.gguf_file import GGUFFile, read_gguf
 from segue.weights.model_file import ModelFile
 
-_SPLIT_KEYS: Final = ("split.no", "split.count", "split.tensors.count")
-_OWN_KEYS: Final = (*_SPLIT_KEYS, "general.alignment")
+SPLIT_KEYS: Final = ("split.no", "split.count", "split.tensors.count")
+_OWN_KEYS: Final = (*SPLIT_KEYS, "general.alignment")
 """Keys in which the parts of a model may differ."""
 _ENDING: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf", re.ASCII)
 
 
 def load_gguf(path: str | Path) -> ModelFile:
     """Map a model's file, or all of them. Raises ModelFileError for whatever is wrong, naming the file."""
+    return model_of(read_parts(path))
+
+
+def read_parts(path: str | Path) -> list[GGUFFile]:
+    """The model's file, or all of them in order. Raises as `load_gguf`."""
     named = read_gguf(path)
     split = _Split.of(named)
-    return _model([named] if split is None else _parts(named, split))
+    return [named] if split is None else _parts(named, split)
 
 
 def pinned(path: Path) -> Path:
@@ -54,7 +59,7 @@ class _Split:
         if file.metadata.get("split.count") in (None, 0, 1):
             return None
         values = []
-        for key in _SPLIT_KEYS:
+        for key in SPLIT_KEYS:
             value = file.metadata.get(key)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise file.damaged(f"it is a part of a model, and does not say its {key}")
@@ -120,7 +125,8 @@ def _refuse_strangers(parts: Sequence[GGUFFile], split: _Split) -> None:
         raise first.error(f"it is {split}, and all parts together have {len(owners)}; download them again")
 
 
-def _model(parts: Sequence[GGUFFile]) -> ModelFile:
+def model_of(parts: Sequence[GGUFFile]) -> ModelFile:
+    """Raises ModelFileError when they do not say what kind of model they are."""
     first = parts[0]
     architecture = first.metadata.get("general.architecture")
     if not isinstance(architecture, str):
@@ -129,6 +135,6 @@ def _model(parts: Sequence[GGUFFile]) -> ModelFile:
         path=first.path,
         size_bytes=sum(part.size_bytes for part in parts),
         architecture=architecture,
-        metadata={key: value for key, value in first.metadata.items() if key not in _SPLIT_KEYS},
+        metadata={key: value for key, value in first.metadata.items() if key not in SPLIT_KEYS},
         tensors={name: tensor for part in parts for name, tensor in part.tensors.items()},
     )

@@ -110,6 +110,8 @@ class GGUFFile:
     path: str
     size_bytes: int
     metadata: dict[str, object]
+    entries: dict[str, memoryview]
+    """The metadata as stored: key, type and value."""
     tensors: dict[str, Tensor]
 
     def error(self, why: str) -> ModelFileError:
@@ -168,10 +170,10 @@ class _Parser:
 
     def file(self) -> GGUFFile:
         num_tensors, num_entries = self._fixed_header()
-        metadata = self._metadata(num_entries)
+        metadata, entries = self._metadata(num_entries)
         infos = self._tensor_infos(num_tensors)
         tensors = self._tensors(infos, self._alignment(metadata))
-        return GGUFFile(self._name, self._size, metadata, tensors)
+        return GGUFFile(self._name, self._size, metadata, entries, tensors)
 
     # Errors
 
@@ -203,16 +205,20 @@ class _Parser:
         self._check_count(num_tensors, _SMALLEST_TENSOR_INFO, "tensors")
         return num_tensors, num_entries
 
-    def _metadata(self, num_entries: int) -> dict[str, object]:
+    def _metadata(self, num_entries: int) -> tuple[dict[str, object], dict[str, memoryview]]:
         metadata: dict[str, object] = {}
+        entries: dict[str, memoryview] = {}
+        stored = memoryview(self._buffer)
         for index in range(num_entries):
+            start = self._pos
             key = self._string(f"metadata key {index}")
             if not key:
                 raise self._damaged(f"metadata key {index} is empty")
             if key in metadata:
                 raise self._damaged(f"the key {show_name(key)} is there twice")
             metadata[key] = self._value(key)
-        return metadata
+            entries[key] = stored[start : self._pos]
+        return metadata, entries
 
     def _value(self, key: str) -> object:
         what = f"the value of {show_name(key)}"
