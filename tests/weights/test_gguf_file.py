@@ -1,6 +1,7 @@
 import os
 import re
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf as package
@@ -120,6 +121,22 @@ def test_tensor_data_is_a_read_only_view(tmp_path: Path) -> None:
     data = model.tensors["token_embd.weight"].data
     assert not data.flags.owndata
     assert not data.flags.writeable
+
+
+def test_reading_takes_no_memory_for_tensors(tmp_path: Path) -> None:
+    """A file of 2 GB, most of it a hole."""
+    size = 2**31
+    path = tmp_path / "large.gguf"
+    path.write_bytes(gguf(tensors=[tensor("a", [2**13, 2**16], F32, 0)]))
+    os.truncate(path, path.stat().st_size + size)
+    tracemalloc.start()
+    try:
+        model = load_gguf(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert model.tensors["a"].data.nbytes == size
+    assert peak < 2**20
 
 
 # What is refused.
