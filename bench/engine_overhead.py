@@ -10,10 +10,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 
-from segue.contract.step import Sampling, SeqResult, SeqStep, StepPlan, StepResult
+from segue.contract.step import Sampling, SeqResult, SeqStep, StepHandle, StepPlan, StepResult
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
+from segue.runtime.runtime import OnDemand
 from segue.sample.params import SamplingParams
 
 VOCAB_SIZE = 32_000
@@ -32,7 +34,10 @@ class NullRuntime:
     def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
         return True
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> StepHandle:
+        return OnDemand(partial(self._execute, plan))
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
         result = StepResult(step=plan.step, seqs=[self._result(seq) for seq in plan.seqs])
         self.seconds += time.perf_counter() - begin
@@ -80,7 +85,6 @@ def microseconds_per_step(
             async_depth=async_depth,
             speculative=speculative,
         ),
-        step_thread=False,
     )
     params = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0.0)
     for i in range(num_running + num_waiting):

@@ -145,9 +145,7 @@ class Harness:
         self.executor.log = []
         self.executor.allocate_kv(num_kv_blocks, self.config.block_size)
         self.draft: OracleDraftExecutor | None = None
-        self.engine = Engine(
-            LocalRuntime(self.executor, drafter=drafter or self._drafter()), self.config, step_thread=False
-        )
+        self.engine = Engine(LocalRuntime(self.executor, drafter=drafter or self._drafter()), self.config)
         self.checker = Checker(self.engine, Memory(self.executor, self.draft))
         self.said: defaultdict[str, Said] = defaultdict(Said)
 

@@ -1,7 +1,9 @@
 """The local runtime: references into steps that were planned but not known, verification, what drafters are asked."""
 
+import threading
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -272,6 +274,60 @@ def test_who_wants_no_drafts_is_not_asked_about() -> None:
     drafter.requests = []
     runtime.execute(StepPlan(1, [other]))
     assert drafter.requests == []
+
+
+@pytest.mark.parametrize("has_worker", [False, True])
+def test_a_step_that_fails_has_a_result_which_names_the_blocks_it_left_unfilled(has_worker: bool) -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor, has_worker=has_worker)
+    executor.fails = True
+    failed = runtime.submit(StepPlan(0, [_prefill(), _prefill()], [(1, 2), (2, 5)])).result()
+    assert [seq.error is not None for seq in failed.seqs] == [True, True]
+    assert list(failed.unfilled) == [2, 5]
+    executor.fails = False
+    assert list(runtime.submit(StepPlan(1, [_prefill()], [(1, 2)])).result().unfilled) == []
+    runtime.close()
+
+
+def test_without_a_worker_a_step_is_executed_once_when_its_result_is_asked_for() -> None:
+    executor = Scripted()
+    runtime = LocalRuntime(executor)
+    handle = runtime.submit(StepPlan(0, [_prefill()]))
+    assert len(executor.copies) == 0
+    assert handle.result() is handle.result()
+    assert len(executor.copies) == 1
+
+
+def test_a_worker_takes_steps_in_order_and_drops_at_the_end_what_has_not_begun() -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    class Slow(Scripted):
+        def forward(self, seqs: Sequence[SeqStep], copies: Sequence[tuple[int, int]] = ()) -> ForwardResult:
+            began.set()
+            assert may_end.wait(60)
+            return super().forward(seqs, copies)
+
+    executor = Slow()
+    runtime = LocalRuntime(executor, has_worker=True)
+    first, second = (runtime.submit(StepPlan(step, [_prefill()])) for step in range(2))
+    assert began.wait(60), "a worker begins before anybody asks"
+    may_end.set()
+    assert [first.result().step, second.result().step] == [0, 1]
+
+    began.clear()
+    may_end.clear()
+    running = runtime.submit(StepPlan(2, [_prefill()]))
+    runtime.submit(StepPlan(3, [_prefill()]))
+    assert began.wait(60)
+    closing = threading.Thread(target=runtime.close)
+    closing.start()
+    with suppress(RuntimeError):  # raised once it is closing, and nothing is left in its queue
+        while closing.is_alive():
+            runtime.submit(StepPlan(4, []))
+    may_end.set()
+    closing.join(60)
+    assert running.result().step == 2
+    assert len(executor.copies) == 3
 
 
 def test_copies_go_to_the_executor_and_to_a_drafter_with_kv() -> None:

@@ -3,18 +3,19 @@
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from segue.contract.reports import FinishReason
-from segue.contract.step import Sampling, SeqResult, StepPlan, StepResult
+from segue.contract.step import Sampling, SeqResult, StepHandle, StepPlan, StepResult
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
 from segue.engine.request import Chunk, Request, State
 from segue.engine.tables import Tables
 from segue.engine.timeline import Timeline
-from segue.runtime.runtime import LocalRuntime
+from segue.runtime.runtime import LocalRuntime, OnDemand
 from segue.sample.params import SamplingParams
 from tests.engine.harness import (
     EOS,
@@ -97,7 +98,10 @@ class _CannedRuntime:
     def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
         return True
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> StepHandle:
+        return OnDemand(partial(self._execute, plan))
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         (seq,) = plan.seqs
         tokens = self._answers.pop(0)

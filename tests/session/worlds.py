@@ -128,7 +128,7 @@ class World:
         executor.allocate_kv(config.num_kv_blocks, config.block_size)
         drafter = None if config.speculative is None else NgramDrafter(1, 3)
         runtime = LocalRuntime(executor, drafter=drafter)
-        return executor, FragileEngine(runtime, config, step_thread=False)
+        return executor, FragileEngine(runtime, config)
 
     def held(self, request_id: str) -> list[int]:
         """What the engine holds of a request."""

@@ -139,10 +139,12 @@ class World:
         self.target.allocate_kv(config.num_kv_blocks, config.block_size)
         self.draft: OracleDraftExecutor | None = None
         self.guides = SimGuides(self.model.vocab_size)
-        runtime: Runtime = LocalRuntime(self.target, drafter=self._drafter(), guides=self.guides)
+        runtime: Runtime = LocalRuntime(
+            self.target, drafter=self._drafter(), guides=self.guides, has_worker=self.setup.threaded
+        )
         if self.trace is not None:
             runtime = TracedRuntime(runtime, self.trace)
-        return Engine(runtime, config, step_thread=self.setup.threaded)
+        return Engine(runtime, config)
 
     def _memory(self) -> Memory | None:
         return None if self.setup.threaded else Memory(self.target, self.draft)

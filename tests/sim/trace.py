@@ -1,8 +1,10 @@
 """A fingerprint of all that an engine planned, all that came back and all that it said."""
 
+from functools import partial
 from hashlib import blake2b
 
-from segue.contract.step import Runtime, Sampling, SeqStep, StepPlan, StepResult
+from segue.contract.step import Runtime, Sampling, SeqStep, StepHandle, StepPlan, StepResult
+from segue.runtime.runtime import OnDemand
 
 
 class Trace:
@@ -36,11 +38,15 @@ class TracedRuntime:
     def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
         return self._runtime.is_ready(sampling, wait_s=wait_s)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> StepHandle:
+        handle = self._runtime.submit(plan)
+        return OnDemand(partial(self._note, plan, handle))
+
+    def _note(self, plan: StepPlan, handle: StepHandle) -> StepResult:
         self._trace.add((plan.step, plan.copies))
         for seq in plan.seqs:
             self._trace.add([getattr(seq, name) for name in SeqStep.__struct_fields__])
-        result = self._runtime.execute(plan)
+        result = handle.result()
         self._trace.add(result)
         return result
 

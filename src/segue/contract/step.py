@@ -221,12 +221,21 @@ class StepResult(msgspec.Struct):
     step: int
     seqs: list[SeqResult]
     """In the order of the plan's."""
-    lost: Sequence[int] = ()
-    """Blocks that the step was to fill, by copies, and has not: what they hold means nothing."""
+    unfilled: Sequence[int] = ()
+    """Blocks that the plan's copies were to fill and have not: what they hold means nothing."""
+
+
+class StepHandle(Protocol):
+    """A step that was submitted."""
+
+    def result(self) -> StepResult:
+        """Wait for what the step came to. Never raises for a step that failed: that is a result like any other, with
+        an error for each sequence. Whoever was interrupted while waiting may ask again."""
+        ...
 
 
 class Runtime(Protocol):
-    """Executes steps in order. `execute` is never called concurrently; `is_ready` may be, with it."""
+    """Executes steps in the order in which they are submitted. One thread calls, and asks for results in that order."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -236,9 +245,12 @@ class Runtime(Protocol):
         first, beside the steps; waits for it no longer than `wait_s`."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. An exception fails every sequence in the step, and its copies count as not done; parts of
-        later steps that refer to a failed one come back with `error` set."""
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Take on one step and return; where and when it is executed is the runtime's own matter. What fails a step as
+        a whole fails every sequence in it and leaves its copies unfilled; parts of later steps that refer to a failed
+        one come back with `error` set."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Wait for the step that executes, and release all. Steps that have not begun are dropped."""
+        ...

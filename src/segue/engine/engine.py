@@ -4,19 +4,19 @@
               plan N+1 while N executes          at depth 2 and more; the same code
 
 A program drives it by `add_request`, `step` while `has_unfinished_requests()`, and `abort_request`. None of it is
-thread-safe: one thread calls. With `async_depth > 1` a worker thread executes the plans, in order.
+thread-safe: one thread calls. The runtime executes the plans, in order, on whatever it has.
 """
 
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Literal
 
 import msgspec
 
 from segue.contract.reports import EngineOutput, EngineSnapshot, EngineStats, FinishReason, RequestMetrics
-from segue.contract.step import Runtime, SeqResult, StepPlan, StepResult
+from segue.contract.step import Runtime, SeqResult, StepHandle, StepResult
 from segue.engine.blocks import BlockPool
 from segue.engine.check import check_chunk, check_request, check_turn
 from segue.engine.config import EngineConfig
@@ -24,7 +24,7 @@ from segue.engine.request import Chunk, Keep, Request, State, Stop, Turn, defaul
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
 from segue.engine.tables import Tables
 from segue.engine.timeline import Flight, Timeline
-from segue.errors import EngineDead, ParameterError, UsageError, describe
+from segue.errors import EngineDead, ParameterError, UsageError
 from segue.sample.params import SamplingParams
 from segue.speculate.adaptive import AdaptiveDrafts
 
@@ -34,14 +34,13 @@ READY_WAIT_S = 0.005
 
 class _InFlight(msgspec.Struct):
     step: PlannedStep
-    result: Callable[[], StepResult]
+    handle: StepHandle
 
 
 class Engine:
     """Continuous batching of requests over a runtime. Errors of one request do not touch the others."""
 
-    def __init__(self, runtime: Runtime, config: EngineConfig, *, step_thread: bool = True) -> None:
-        """`step_thread=False` executes a step when its result is asked for, at any depth: for simulation."""
+    def __init__(self, runtime: Runtime, config: EngineConfig) -> None:
         self.config = config
         self.vocab_size = runtime.vocab_size
         self.pool = BlockPool(config.num_kv_blocks, enable_caching=config.enable_prefix_caching)
@@ -53,7 +52,6 @@ class Engine:
         self.knows_grammars = False
         """Whether the caller has found all grammars to be right; to check one may take as long as many steps."""
         self._runtime = runtime
-        self._worker = ThreadPoolExecutor(1, "segue-step") if config.async_depth > 1 and step_thread else None
         self._in_flight: deque[_InFlight] = deque()
         self._unready: dict[Request, Turn] = {}
         """Those that wait until the runtime can draw for their turn."""
@@ -218,17 +216,14 @@ class Engine:
             self._num_steps += 1
             if self.on_plan is not None:
                 self.on_plan(self._ids_in_flight(planned))
-            self._in_flight.append(_InFlight(planned, self._submit(planned.plan)))
+            self._in_flight.append(_InFlight(planned, self._runtime.submit(planned.plan)))
         if self._in_flight:
             oldest = self._in_flight[0]
-            try:
-                result = oldest.result()
-            except Exception as error:
-                result = _failed(oldest.step.plan, error)
+            result = oldest.handle.result()
             self._in_flight.popleft()
             self._settle(oldest.step.parts, result)
-            if result.lost:
-                self._lose(result.lost)
+            if result.unfilled:
+                self._lose(result.unfilled)
         elif self._unready and not self._outputs:
             # There is nothing to do but to wait, and never for long: what else may come must not wait too.
             turn = next(iter(self._unready.values()))
@@ -248,11 +243,6 @@ class Engine:
     def _ids_in_flight(self, planned: PlannedStep) -> list[str]:
         steps = (*(each.step for each in self._in_flight), planned)
         return list(dict.fromkeys(part.request.id for step in steps for part in step.parts))
-
-    def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        if self._worker is None:
-            return lambda: self._runtime.execute(plan)
-        return self._worker.submit(self._runtime.execute, plan).result
 
     def _settle(self, parts: list[Part], result: StepResult) -> None:
         for part, seq in zip(parts, result.seqs, strict=True):
@@ -426,8 +416,6 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        if self._worker is not None:
-            self._worker.shutdown(wait=True, cancel_futures=True)
         self._in_flight.clear()
         self._runtime.close()
 
@@ -439,13 +427,4 @@ def _refusal(request: Request, error: UsageError) -> EngineOutput:
         finish_reason=FinishReason.ERROR,
         metrics=request.snapshot(),
         error=str(error),
-    )
-
-
-def _failed(plan: StepPlan, error: Exception) -> StepResult:
-    text = f"the step that computed this request failed: {describe(error)}"
-    return StepResult(
-        step=plan.step,
-        seqs=[SeqResult(error=text) for _ in plan.seqs],
-        lost=[target for _, target in plan.copies],
     )

@@ -79,7 +79,10 @@ def build(args: EngineArgs) -> LoadedModel:
     for each in executors:
         each.allocate_kv(config.num_kv_blocks, config.block_size)
     drafter = _drafter(config.speculative, draft_executor)
-    engine = Engine(LocalRuntime(executor, drafter=drafter, guides=GrammarGuides(tokenizer)), config)
+    runtime = LocalRuntime(
+        executor, drafter=drafter, guides=GrammarGuides(tokenizer), has_worker=config.async_depth > 1
+    )
+    engine = Engine(runtime, config)
     return LoadedModel(engine, tokenizer, config, file)
 
 

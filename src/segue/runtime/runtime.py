@@ -7,7 +7,9 @@ plan ──▶ resolve `after` ──▶ forward ──▶ keep the drafts that 
 
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
@@ -19,6 +21,7 @@ from segue.contract.step import (
     Sampling,
     SeqResult,
     SeqStep,
+    StepHandle,
     StepPlan,
     StepResult,
 )
@@ -38,16 +41,38 @@ class _Outcome(msgspec.Struct, frozen=True):
     result: SeqResult
 
 
+class OnDemand:
+    """A step that is executed when its result is asked for, by the thread that asks."""
+
+    def __init__(self, execute: Callable[[], StepResult]) -> None:
+        self._execute = execute
+        self._result: StepResult | None = None
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            self._result = self._execute()
+        return self._result
+
+
 class LocalRuntime:
     """A `Runtime` over an `Executor` of this process."""
 
     def __init__(
-        self, executor: Executor, *, drafter: Drafter | None = None, guides: Guides | None = None
+        self,
+        executor: Executor,
+        *,
+        drafter: Drafter | None = None,
+        guides: Guides | None = None,
+        has_worker: bool = False,
     ) -> None:
-        """`guides` makes what follows an answer's grammar; without it no request may have one."""
+        """`guides` makes what follows an answer's grammar; without it no request may have one.
+
+        `has_worker`: a thread executes the steps beside the caller; else each is executed when its result is asked for.
+        """
         self._executor = executor
         self._drafter = drafter
         self._guides = guides
+        self._worker = ThreadPoolExecutor(1, "segue-step") if has_worker else None
         self._outcomes: dict[int, list[_Outcome]] = {}
 
     @property
@@ -59,9 +84,20 @@ class LocalRuntime:
             return True
         return self._guides.is_ready(sampling, wait_s)
 
+    def submit(self, plan: StepPlan) -> StepHandle:
+        if self._worker is None:
+            return OnDemand(partial(self._result, plan))
+        return self._worker.submit(self._result, plan)
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        try:
+            return self.execute(plan)
+        except Exception as error:
+            return _failed(plan, error)
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises what the executor raises; the step then counts as failed. What goes wrong with one
-        sequence's grammar is that sequence's error, and a drafter's failure costs drafts alone."""
+        """Run one step, here and now. Raises what the executor raises; the step has failed then. What goes wrong with
+        one sequence's grammar is that sequence's error, and a drafter's failure costs drafts alone."""
         self._outcomes.pop(plan.step - MAX_STEPS_IN_FLIGHT, None)
         results: list[SeqResult | None] = []
         steps: list[SeqStep] = []
@@ -218,6 +254,8 @@ class LocalRuntime:
         )
 
     def close(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
         self._executor.close()
         if self._guides is not None:
             self._guides.close()
@@ -238,6 +276,16 @@ class _NoDrafts:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _failed(plan: StepPlan, error: Exception) -> StepResult:
+    """Nothing of the step counts, and nobody knows which of its copies were made."""
+    text = f"the step that computed this request failed: {describe(error)}"
+    return StepResult(
+        step=plan.step,
+        seqs=[SeqResult(error=text) for _ in plan.seqs],
+        unfilled=[target for _, target in plan.copies],
+    )
 
 
 def _verify(steps: Sequence[SeqStep], forward: ForwardResult) -> list[SeqResult]:

@@ -7,7 +7,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from segue.args import EngineArgs, KVCacheDtype, RuntimeName
-from segue.contract.step import Executor, Runtime, Sampling, StepPlan, StepResult
+from segue.contract.step import Executor, Runtime, Sampling, StepHandle, StepPlan
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.engine.engine import Engine
 from segue.host.client import EngineClient
@@ -54,7 +54,7 @@ class WatchedRuntime:
     def is_ready(self, sampling: Sampling, *, wait_s: float = 0.0) -> bool:
         return self._runtime.is_ready(sampling, wait_s=wait_s)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> StepHandle:
         self.max_requests_in_step = max(self.max_requests_in_step, len(plan.seqs))
         num_tokens = 0
         for seq in plan.seqs:
@@ -64,7 +64,7 @@ class WatchedRuntime:
                 self.draft_lengths.add(seq.propose)
         if num_tokens == self._budget:
             self.num_split_prompts += any(seq.sampling is None for seq in plan.seqs)
-        return self._runtime.execute(plan)
+        return self._runtime.submit(plan)
 
     def close(self) -> None:
         self._runtime.close()
@@ -140,7 +140,10 @@ class Workbench:
         executor.allocate_kv(config.num_kv_blocks, config.block_size)
         watched = WatchedRuntime(
             LocalRuntime(
-                executor, drafter=self._drafter(setup, config), guides=GrammarGuides(self.tokenizer)
+                executor,
+                drafter=self._drafter(setup, config),
+                guides=GrammarGuides(self.tokenizer),
+                has_worker=config.async_depth > 1,
             ),
             config.max_num_batched_tokens,
         )
