@@ -41,28 +41,37 @@ class EngineArgs(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """An alias such as "smollm2", or the path of a GGUF file."""
     threads: int | None = None
-    """None: all the CPUs that the process may use. `load` warns of more than that, and takes no more."""
+    """How many threads compute, at most one for each CPU. Never changes the answer. None: all CPUs.
+
+    CPUs are those that the process may use; `load` warns of more than that, and takes no more."""
     max_model_len: int | None = None
-    """The longest a request may become, in tokens. None: the model's, at most 8,192."""
+    """The longest a request may become, prompt and answer, in tokens. None: the model's, at most 8,192."""
     max_num_seqs: int | None = None
     """The most requests in one step. None: 256, or `max_num_batched_tokens` if that is less."""
     max_num_batched_tokens: int | None = None
     """The most tokens in one step. None: 512, or `max_num_seqs` if that is more."""
     block_size: int = 16
+    """Tokens in a block of the KV cache."""
     num_kv_blocks: int | None = None
-    """None: room for `min(4, max_num_seqs)` requests of `max_model_len`, but no more than a quarter of the
-    free memory, and no less than one such request."""
+    """Blocks of the KV cache, for all requests. None: what memory allows.
+
+    Room for `min(4, max_num_seqs)` requests of `max_model_len`, but no more than a quarter of the free memory, and no
+    less than one such request."""
     enable_prefix_caching: bool = True
+    """Compute what prompts share once."""
     async_scheduling: bool = False
     """Plan a step while the one before it runs."""
     speculative_config: SpeculativeConfig | dict[str, object] | None = None
+    """How drafts are proposed, such as {"method": "ngram", "num_speculative_tokens": 4}. Never changes the answer.
+    None: no drafts."""
     scheduling_policy: SchedulingPolicy = "fcfs"
+    """Who goes first: who came first, or the requests with the lowest `priority`."""
     seed: int = 0
     """For requests that bring none."""
     kv_cache_dtype: KVCacheDtype = "auto"
-    """auto: f16 with the native runtime, f32 with the reference runtime."""
+    """How keys and values are kept; auto: f16, or f32 with the reference runtime."""
     runtime: RuntimeName = "native"
-    """reference: NumPy, f32, slow; to check the native one."""
+    """What computes; reference: NumPy, f32, slow, to check the native one."""
     engine_process: bool = False
     """Run the engine in a process of its own, which the caller's work cannot slow down. The answers are the same."""
     max_engine_restarts: int | None = 5

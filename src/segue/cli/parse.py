@@ -7,22 +7,20 @@ import msgspec
 from segue.errors import ParameterError, UsageError
 
 
-def parse_logit_bias(entries: list[str] | None) -> dict[int, float] | None:
+def parse_logit_bias(name: str, entries: list[str]) -> dict[int, float]:
     """The biases of a list of "ID=BIAS"."""
     biases: dict[int, float] = {}
-    for entry in entries or ():
+    for entry in entries:
         token, _, bias = entry.partition("=")
         try:
             biases[int(token)] = float(bias)
         except ValueError:
-            raise ParameterError("logit_bias", entry, "must look like 42=-1.5") from None
-    return biases or None
+            raise ParameterError(name, entry, "must look like 42=-1.5") from None
+    return biases
 
 
-def parse_object(name: str, text: str | None) -> dict[str, object] | None:
-    """A flag's JSON object."""
-    if text is None:
-        return None
+def parse_object(name: str, text: str) -> dict[str, object]:
+    """A JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeEncodeError) as error:

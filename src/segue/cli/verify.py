@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from segue.args import KVCacheDtype, RuntimeName
+from segue.args import EngineArgs
 from segue.cli.output import print_json
 from segue.display import escape
 from segue.errors import FailedError
@@ -36,19 +36,17 @@ ANSWER_LEN = {Effort.QUICK: 12, Effort.PAIRS: 12, Effort.FULL: 40}
 
 
 def verify(
-    model: str,
+    args: EngineArgs,
     effort: Effort,
     modes: Sequence[str],
     *,
     draft: str | None,
     seed: int,
-    runtime: RuntimeName,
-    kv_cache_dtype: KVCacheDtype,
     as_json: bool,
 ) -> None:
     """Prints what was compared, as tables or as JSON. Raises FailedError when not all is equal, or a mode did not
     take effect."""
-    bench = Workbench(model, draft=draft, runtime=runtime, kv_cache_dtype=kv_cache_dtype)
+    bench = Workbench(args.model, draft=draft, runtime=args.runtime, kv_cache_dtype=args.kv_cache_dtype)
     with contextlib.closing(bench):
         verification = Verification(
             bench,
@@ -59,7 +57,7 @@ def verify(
             seed=seed,
         )
         with _progress(1 + len(verification.combinations)) as done:
-            report = verification.run(model, done)
+            report = verification.run(args.model, done)
     if as_json:
         print_json(msgspec.to_builtins(report) | {"ok": report.ok})
     else:

@@ -85,29 +85,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     """How many answers; answer i > 0 is drawn with `seed + i`."""
     max_tokens: int | None = 16
-    """None: as many as `max_model_len` leaves room for."""
+    """The longest answer, in tokens. None: what `max_model_len` leaves room for."""
     min_tokens: int = 0
     """Neither end-of-sequence nor a stop ends the answer before this many tokens."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 always takes the most likely token."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that make up this probability."""
     top_k: int = 0
-    """0 or -1: all."""
+    """Draw from this many of the likeliest tokens; 0 or -1: from all."""
     min_p: float = 0.0
+    """Leave out tokens less likely than this share of the likeliest."""
     presence_penalty: float = 0.0
+    """Against tokens that the answer already has."""
     frequency_penalty: float = 0.0
+    """Against tokens, by how often the answer has them."""
     repetition_penalty: float = 1.0
+    """Against tokens of prompt and answer; 1: none."""
     logit_bias: dict[int, float] | None = None
+    """What is added to the logits of these tokens."""
     seed: int | None = None
-    """None: derived from the engine's seed and the number of the request, so a program's runs repeat."""
+    """Of the draws: the same seed, the same answer. None: derived from the engine's seed and the number of the request,
+    so a program's runs repeat."""
     stop: str | Sequence[str] | None = None
+    """End the answer before this text."""
     stop_token_ids: Sequence[int] | None = None
+    """End the answer at this token."""
     ignore_eos: bool = False
+    """Go on after the model's end of sequence."""
     logprobs: int | None = None
-    """The most likely ids to report at each position, beside the drawn one. None: no logprobs."""
+    """How many of the likeliest tokens to report at each position, beside the drawn one. None: no logprobs."""
     prompt_logprobs: int | None = None
+    """The same for each token of the prompt."""
     include_stop_str_in_output: bool = False
+    """Keep the stop text in the answer."""
     skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the answer must match."""
 

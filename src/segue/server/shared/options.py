@@ -23,42 +23,49 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A bad value raises ParameterError."""
 
     host: str = "127.0.0.1"
+    """The address to listen at; 0.0.0.0: all."""
     port: int = DEFAULT_PORT
-    """0: any free one."""
+    """0 takes any free one."""
     uds: str | None = None
-    """The path of a Unix socket, in place of host and port."""
+    """A Unix socket, in place of `host` and `port`."""
     api_keys: tuple[str, ...] = ()
-    """Any of these opens the server; none: it is open."""
+    """What clients must know, one of these; without any, the server is open."""
     served_model_names: tuple[str, ...] = ()
     """What clients may call the model; the first is in answers. None: as it was given."""
     cors_origins: tuple[str, ...] = ()
-    """Origins whose pages may use the server; "*": all."""
+    """Where pages come from that may use the server; *: anywhere."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names that clients may reach the server by, beside the machine's own; "*.a.example": all below; "*": any."""
+    """What the server is reached by, beside the machine's own names; *.NAME: all below it, *: anything."""
     max_request_bytes: int = DEFAULT_MAX_REQUEST_BYTES
+    """The largest request."""
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
-    """The most likely tokens that may be asked for at each position, of answers and of prompts."""
+    """The most logprobs that may be asked for at each position, of answers and of prompts."""
     max_queue: int = DEFAULT_MAX_QUEUE
-    """How many requests may wait beside those that a step has room for; more are told to come again."""
+    """Requests that may wait beside `max_num_seqs`; more are told to come again: 429."""
     ssl_keyfile: str | None = None
+    """The key for TLS, as PEM."""
     ssl_certfile: str | None = None
+    """The certificate for TLS, as PEM."""
     shutdown_timeout_s: float = 10.0
-    """How long open requests may go on after the signal to end."""
+    """How long open requests may go on after SIGTERM."""
     state_dir: str | None = None
-    """Where realtime sessions are kept, so that they outlive the server."""
+    """Keep realtime sessions here, so that they outlive the server."""
     resume_timeout_s: float = 60.0
     """How long a realtime session waits for its client to come back."""
     max_sessions: int = 1000
-    """Realtime sessions, connected or waiting for their client."""
+    """The most realtime sessions at once, connected or waiting for their client."""
     session_timeout_s: float = 3600.0
-    """How long a connected realtime session may be silent."""
+    """How long a connected realtime session may be silent before it is closed."""
     max_saved_sessions: int = 10_000
+    """The most sessions in `state_dir`; the oldest are deleted."""
     saved_session_days: float = 30.0
-    """How long a session is kept in `state_dir` that nobody comes back to."""
+    """How long a session stays in `state_dir` that nobody comes back to."""
     tool_call_parser: ToolFormat | None = None
-    """None: told by the model's chat template."""
+    """How the model writes tool calls. None: by the chat template."""
     log_level: LogLevel = "info"
+    """What is told on stderr."""
     access_log: bool = True
+    """Tell of each request."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= MAX_PORT:
