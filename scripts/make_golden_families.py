@@ -1,0 +1,219 @@
+"""Makes tests/golden/families: tiny random models of each family, and what an independent implementation computes.
+
+`transformers` builds each model from a configuration of its family and computes the logits (f32, eager attention). Its
+weights are written with the names, the order and the metadata that llama.cpp's converter gives files of the family;
+`gguf` knows the names. Nothing of Segue is imported but the vocabulary of the tests' models.
+
+    make golden
+
+Of each case the folder holds
+    NAME.gguf    matrices in f16, as `transformers` computed with; the rest in f32
+    NAME.npz     ids [n] i32, rows [r] i32, logits [r, vocab] f32 after the ids of these rows
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from tests.weights.make_gguf import add_tokenizer
+
+VOCAB = 300
+LENGTH = 48
+ROWS_EVERY = 3
+WINDOW = 8
+
+FloatArray = npt.NDArray[np.float32]
+
+SIZES = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "rms_norm_eps": 1e-5,
+    "attn_implementation": "eager", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    arch: gguf.MODEL_ARCH
+    config: transformers.PretrainedConfig
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the family's files have beside what all have, by key without the architecture."""
+    interleaved: bool = False
+    """The converter puts the two dimensions of a rotary pair side by side, in q and k."""
+    norm_shift: float = 0.0
+    """What the converter adds to the weights of norms."""
+    tensors: Mapping[str, FloatArray] = field(default_factory=dict)
+    """What the converter makes of the configuration."""
+
+
+def rope(theta: float = 10_000.0, kind: str = "default", **others: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": theta, **others}
+
+
+def llama3_factors(head_dim: int, theta: float, scaling: Mapping[str, Any]) -> FloatArray:
+    """How many times slower each pair turns (the converter's `rope_freqs`)."""
+    lengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    between = np.clip((original / lengths - low) / (high - low), 0, 1)
+    slower: FloatArray = (1 / ((1 - between) / factor + between)).astype(np.float32)
+    return slower
+
+
+def llama3() -> Family:
+    scaling = {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(
+        **SIZES, tie_word_embeddings=True, rope_parameters=rope(5e5, "llama3", **scaling)
+    )
+    return Family(
+        gguf.MODEL_ARCH.LLAMA, config, {"rope.freq_base": 5e5, "rope.dimension_count": 8}, interleaved=True,
+        tensors={"rope_freqs.weight": llama3_factors(8, 5e5, scaling)},
+    )  # fmt: skip
+
+
+def llama2() -> Family:
+    """With a linear scaling, biases, and an output matrix of its own."""
+    config = transformers.LlamaConfig(
+        **SIZES, tie_word_embeddings=False, attention_bias=True, head_dim=12,
+        rope_parameters=rope(1e4, "linear", factor=2.0),
+    )  # fmt: skip
+    metadata = {
+        "rope.freq_base": 1e4, "rope.dimension_count": 12, "rope.scaling.type": "linear",
+        "rope.scaling.factor": 2.0, "attention.key_length": 12, "attention.value_length": 12,
+    }  # fmt: skip
+    return Family(gguf.MODEL_ARCH.LLAMA, config, metadata, interleaved=True)
+
+
+def qwen2() -> Family:
+    config = transformers.Qwen2Config(**SIZES, tie_word_embeddings=False, rope_parameters=rope(1e6))
+    return Family(gguf.MODEL_ARCH.QWEN2, config, {"rope.freq_base": 1e6})
+
+
+def qwen3() -> Family:
+    config = transformers.Qwen3Config(
+        **SIZES, tie_word_embeddings=True, head_dim=12, rope_parameters=rope(1e6)
+    )
+    metadata = {"rope.freq_base": 1e6, "attention.key_length": 12, "attention.value_length": 12}
+    return Family(gguf.MODEL_ARCH.QWEN3, config, metadata)
+
+
+def gemma3() -> Family:
+    """As its 4B and larger: six layers, the last of them with all that came before and a linear scaling."""
+    config = transformers.Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 7}, head_dim=12, query_pre_attn_scalar=12, sliding_window=WINDOW,
+        rope_parameters={"full_attention": rope(1e6, "linear", factor=8.0), "sliding_attention": rope(1e4)},
+    )  # fmt: skip
+    assert [kind == "full_attention" for kind in config.layer_types] == [i == 5 for i in range(7)]
+    metadata = {
+        "rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0,
+        "attention.key_length": 12, "attention.value_length": 12, "attention.sliding_window": WINDOW,
+    }  # fmt: skip
+    return Family(gguf.MODEL_ARCH.GEMMA3, config, metadata, norm_shift=1.0)
+
+
+FAMILIES: dict[str, Callable[[], Family]] = {
+    "gemma3": gemma3,
+    "llama2": llama2,
+    "llama3": llama3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
+
+
+def random_weights(shape: tuple[int, ...], name: str, shift: float, rng: np.random.Generator) -> FloatArray:
+    """Values of the sizes that make every part count: matrices (in f16's values), norms, biases."""
+    if len(shape) > 1:
+        scale = 0.6 if "embed" in name or "wte" in name or "wpe" in name else shape[-1] ** -0.5
+        return (rng.standard_normal(shape) * scale).astype(np.float16).astype(np.float32)
+    if name.endswith("weight"):
+        return (rng.uniform(0.5, 1.5, shape) - shift).astype(np.float32)
+    return (rng.standard_normal(shape) * 0.3).astype(np.float32)
+
+
+def interleave(rows: FloatArray, heads: int) -> FloatArray:
+    """Rows of q or k whose pairs are halves of a head, with each pair's two side by side."""
+    return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def gguf_tensors(family: Family, state: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
+    config = family.config
+    names = gguf.get_tensor_name_map(family.arch, config.num_hidden_layers)
+    tensors = dict(family.tensors)
+    for theirs, values in state.items():
+        if theirs == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name is not None, theirs
+        if family.interleaved and ("q_proj" in theirs or "k_proj" in theirs):
+            heads = config.num_attention_heads if "q_proj" in theirs else config.num_key_value_heads
+            values = interleave(values, heads)
+        shift = family.norm_shift if theirs.endswith("norm.weight") else 0.0
+        tensors[name] = values + np.float32(shift)
+    return tensors
+
+
+def write_gguf(path: Path, family: Family, state: Mapping[str, FloatArray]) -> None:
+    config = family.config
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[family.arch])
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key, value in family.metadata.items():
+        add: dict[type, Callable[[str, Any], None]] = {
+            bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+        }  # fmt: skip
+        add[type(value)](f"{gguf.MODEL_ARCH_NAMES[family.arch]}.{key}", value)
+    add_tokenizer(writer, VOCAB)
+    for name, values in gguf_tensors(family, state).items():
+        writer.add_tensor(name, values.astype(np.float16 if values.ndim > 1 else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def make(name: str, family: Family, folder: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(family.config).to(torch.float32).eval()
+    rng = np.random.default_rng(0)
+    state = {}
+    for key, tensor in model.state_dict().items():
+        if key != "lm_head.weight" or not family.config.tie_word_embeddings:
+            state[key] = random_weights(tuple(tensor.shape), key, family.norm_shift, rng)
+    model.load_state_dict({key: torch.from_numpy(values) for key, values in state.items()}, strict=False)
+    model.tie_weights()
+    write_gguf(folder / f"{name}.gguf", family, state)
+
+    ids = rng.integers(3, VOCAB, LENGTH).astype(np.int32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].numpy()
+    rows = np.arange(ROWS_EVERY - 1, LENGTH, ROWS_EVERY, dtype=np.int32)
+    arrays: dict[str, npt.NDArray[np.generic]] = {"ids": ids, "rows": rows, "logits": logits[rows]}
+    np.savez_compressed(folder / f"{name}.npz", allow_pickle=False, **arrays)
+    sizes = [(folder / f"{name}.{ext}").stat().st_size for ext in ("gguf", "npz")]
+    print(f"{name}: {sizes[0]} + {sizes[1]} bytes, logits of a spread of {logits.std():.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make golden models of each family with transformers.")
+    parser.add_argument("folder", type=Path, help="where they go")
+    parser.add_argument("names", nargs="*", help="some of them; by default all")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    for name in args.names or FAMILIES:
+        make(name, FAMILIES[name](), args.folder)
+
+
+if __name__ == "__main__":
+    main()
