@@ -88,7 +88,8 @@ def microseconds_per_step(
     )
     params = SamplingParams(max_tokens=None, ignore_eos=True, temperature=0.0)
     for i in range(num_running + num_waiting):
-        engine.add_request(f"r{i}", [(i * 31 + j) % VOCAB_SIZE for j in range(length)], params)
+        prompt = [(i * 31 + j) % VOCAB_SIZE for j in range(length)]
+        engine.add_request(engine.intake.submission(prompt, params))
     while engine.stats.num_running < num_running:
         engine.step()
     for _ in range(5):

@@ -171,8 +171,8 @@ def test_n_answers_have_their_own_seeds_and_one_scores_the_prompt() -> None:
 
 def test_n_answers_end_one_by_one() -> None:
     made = OutputProcessor(TOKENIZER)
-    requests = made.add("r", prompt=None, prompt_token_ids=[1], params=SamplingParams(n=2, stop="b"))
-    assert [request.request_id for request in requests] == ["r-0", "r-1"]
+    params = SamplingParams(n=2, stop="b")
+    made.add("r", prompt=None, prompt_token_ids=[1], params=params, engine_ids=["r-0", "r-1"])
     processed = made.process([news(ids("ab"), request_id="r-1"), news(ids("xy"), request_id="r-0")])
     assert processed.aborts == ["r-1"]
     assert [(d.request_id, d.index, d.text) for d in processed.deltas] == [("r", 1, "a"), ("r", 0, "xy")]
@@ -187,7 +187,8 @@ def test_n_answers_end_one_by_one() -> None:
 
 def test_abort_keeps_what_there_is() -> None:
     made = OutputProcessor(TOKENIZER)
-    made.add("r", prompt=None, prompt_token_ids=[1], params=SamplingParams(n=2))
+    params = SamplingParams(n=2)
+    made.add("r", prompt=None, prompt_token_ids=[1], params=params, engine_ids=["r-0", "r-1"])
     made.process([last(ids("a"), FinishReason.LENGTH, request_id="r-0"), news(ids("b"), request_id="r-1")])
     assert made.abort("r") == ["r-1"]
     assert made.abort("r") == []

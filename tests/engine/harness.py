@@ -15,6 +15,7 @@ from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter, DraftRequest, Proposal
 from segue.speculate.ngram import NgramDrafter
+from tests.engine.calls import add_request
 from tests.sim.checks import Checker, Memory
 from tests.sim.oracle import OracleDraftExecutor, OracleExecutor, OracleModel
 from tests.sim.plain import Answer, PlainSession
@@ -165,7 +166,7 @@ class Harness:
         self, request_id: str, prompt: Sequence[int], params: SamplingParams | None, **options: Any
     ) -> Request:
         self.checker.salts[request_id] = options.get("cache_salt")
-        self.engine.add_request(request_id, prompt, params, **options)
+        add_request(self.engine, request_id, prompt, params, **options)
         return self.engine.requests[request_id]
 
     def step(self) -> list[EngineOutput]:

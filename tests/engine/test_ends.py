@@ -17,6 +17,7 @@ from segue.host.build import build
 from segue.host.client import EngineClient
 from segue.host.loop import EngineLoop
 from segue.host.process import EngineProcess
+from tests.engine.calls import add_chunk, add_request, fork
 from tests.host.processes import drain, kill, process_of, snapshot_of, stopped, tokens_of
 
 PARAMS = SamplingParams(seed=5, max_tokens=12, ignore_eos=True)
@@ -30,10 +31,10 @@ def args(path: Path, **options: Any) -> EngineArgs:
 # --- killed at each kind of call ------------------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[EngineClient], object]] = {
-    "add_request": lambda engine: engine.add_request("new", [5, 6, 7], PARAMS),
-    "add_chunk": lambda engine: engine.add_chunk("open", [8], PARAMS),
+    "add_request": lambda engine: add_request(engine, "new", [5, 6, 7], PARAMS),
+    "add_chunk": lambda engine: add_chunk(engine, "open", [8], PARAMS),
     "truncate": lambda engine: engine.truncate("open", 2),
-    "fork": lambda engine: engine.fork("open", "new", 2),
+    "fork": lambda engine: fork(engine, "open", "new", 2),
     "end_input": lambda engine: engine.end_input("open"),
     "abort_request": lambda engine: engine.abort_request("open"),
     "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
@@ -43,9 +44,9 @@ CALLS: dict[str, Callable[[EngineClient], object]] = {
 
 
 def begin(engine: EngineClient) -> None:
-    engine.add_request("open", [5, 6, 7], None, resumable=True, keep="all")
+    add_request(engine, "open", [5, 6, 7], None, resumable=True, keep="all")
     drain(engine)
-    engine.add_request("busy", [9], LONG)
+    add_request(engine, "busy", [9], LONG)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -276,8 +277,8 @@ def test_what_a_handler_raises_ends_its_request_alone(
             if isinstance(output, EngineDead) or output.finished:
                 ended.set()
 
-        bad = loop.open([5, 6], LONG, broken, on_engine_thread=True)
-        loop.open([5, 6], PARAMS, good)
+        bad = loop.open(loop.intake.submission([5, 6], LONG), broken, on_engine_thread=True)
+        loop.open(loop.intake.submission([5, 6], PARAMS), good)
         await ended.wait()
         assert len(tokens) == 12
         assert not bad.is_open

@@ -10,6 +10,7 @@ from segue.contract.reports import FinishReason
 from segue.engine.config import EngineConfig, SpeculativeConfig
 from segue.errors import CapacityError, ParameterError, UsageError
 from segue.sample.params import SamplingParams
+from tests.engine.calls import add_chunk, add_request, fork
 from tests.engine.harness import Harness, draft_model, greedy, ngram, plain_turns
 from tests.sim.oracle import Failure
 
@@ -107,18 +108,18 @@ def test_nobody_counts_on_a_copy_that_a_failed_step_was_to_make(
     harness.run()
     harness.add("other", [3, 4], greedy(40, ignore_eos=True))
     harness.step()
-    harness.engine.fork("a", "fork")
+    fork(harness.engine, "a", "fork")
     harness.checker.salts |= {"fork": None, "grandchild": None, "late": None}
-    harness.engine.add_chunk("fork", more, answer)
+    add_chunk(harness.engine, "fork", more, answer)
     harness.step_until(lambda: bool(harness.engine._in_flight[0].step.plan.copies))
     harness.engine.truncate("fork", 5)
-    harness.engine.fork("fork", "late")
-    harness.engine.fork("fork", "grandchild")
-    harness.engine.add_chunk("grandchild", more, answer)
+    fork(harness.engine, "fork", "late")
+    fork(harness.engine, "fork", "grandchild")
+    add_chunk(harness.engine, "grandchild", more, answer)
     harness.executor.fail_next = failure
     harness.step_until(lambda: harness.said["other"].last is not None and harness.said["other"].last.finished)
     for name in ("fork", "late"):
-        harness.engine.add_chunk(name, more, answer)
+        add_chunk(harness.engine, name, more, answer)
     harness.run()
     plain = harness.plain()
     plain.history = prompt[:5]
@@ -218,17 +219,17 @@ def test_an_unknown_key_of_speculative_config_is_refused() -> None:
 
 
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
-    ({"prompt_token_ids": []}, "prompt_token_ids=[]: is empty; give at least one token"),
-    ({"prompt_token_ids": [1, 32]}, "prompt_token_ids=32: is no token id; the model has 32"),
-    ({"prompt_token_ids": [1, -5]}, "prompt_token_ids=-5: is no token id; the model has 32"),
-    ({"prompt_token_ids": [1, "x"]}, "prompt_token_ids=[1, 'x']: must be a list of token ids"),
+    ({"token_ids": []}, "prompt_token_ids=[]: is empty; give at least one token"),
+    ({"token_ids": [1, 32]}, "prompt_token_ids=32: is no token id; the model has 32"),
+    ({"token_ids": [1, -5]}, "prompt_token_ids=-5: is no token id; the model has 32"),
+    ({"token_ids": [1, "x"]}, "prompt_token_ids=[1, 'x']: must be a list of token ids"),
     ({"params": greedy(4, stop_token_ids=[99])}, "stop_token_ids=99: is no token id; the model has 32"),
     ({"params": greedy(4, logit_bias={40: 1.0})}, "logit_bias=40: is no token id; the model has 32"),
     ({"params": None}, "params=None: only a resumable request can do without"),
     ({"keep": "some"}, 'keep=\'some\': must be "computed" or "all"'),
     ({"request_id": "taken"}, "request_id='taken': is in use by an unfinished request"),
     (
-        {"prompt_token_ids": [2] * 64},
+        {"token_ids": [2] * 64},
         "this model's maximum context length is 64 tokens, with the answer; the input has 64: shorten it",
     ),
     (
@@ -242,9 +243,9 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
 def test_bad_requests_are_refused_and_leave_nothing_behind(options: dict[str, Any], message: str) -> None:
     harness = Harness(max_model_len=64)
     harness.add("taken", [2, 3], greedy(3))
-    arguments: dict[str, Any] = {"request_id": "a", "prompt_token_ids": [2, 6], "params": greedy(4)} | options
+    arguments: dict[str, Any] = {"request_id": "a", "token_ids": [2, 6], "params": greedy(4)} | options
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        harness.engine.add_request(**arguments)
+        add_request(harness.engine, **arguments)
     assert list(harness.engine.requests) == ["taken"]
     harness.run()
     assert harness.said["taken"].token_ids == harness.expect([2, 3], greedy(3)).token_ids
@@ -263,16 +264,16 @@ def test_the_longest_prompt_gets_one_token() -> None:
     ("call", "message"),
     [
         (
-            lambda engine: engine.add_chunk("gone", [2], greedy(1)),
+            lambda engine: add_chunk(engine, "gone", [2], greedy(1)),
             "request_id='gone': is no request with open input",
         ),
         (lambda engine: engine.end_input("gone"), "request_id='gone': is no request with open input"),
         (
-            lambda engine: engine.add_chunk("closed", [2], greedy(1)),
+            lambda engine: add_chunk(engine, "closed", [2], greedy(1)),
             "request_id='closed': is no request with open input",
         ),
         (
-            lambda engine: engine.fork("open", "closed"),
+            lambda engine: fork(engine, "open", "closed"),
             "request_id='closed': is in use by an unfinished request",
         ),
         (
@@ -280,7 +281,7 @@ def test_the_longest_prompt_gets_one_token() -> None:
             "num_tokens=7: must be in [0, 3], the history there is",
         ),
         (
-            lambda engine: engine.fork("open", "new", -1),
+            lambda engine: fork(engine, "open", "new", -1),
             "num_tokens=-1: must be in [0, 3], the history there is",
         ),
     ],
@@ -308,8 +309,8 @@ def test_a_chunk_that_does_not_fit_is_left_out_and_its_session_goes_on(
     harness.add("a", [2, 3, 4], answer, resumable=True)
     if not is_queued:
         harness.run_until_turn_ends("a")
-    harness.engine.add_chunk("a", [5] * 12, greedy(4) if is_answered else None)
-    harness.engine.add_chunk("a", [6, 7], greedy(4, ignore_eos=True))
+    add_chunk(harness.engine, "a", [5] * 12, greedy(4) if is_answered else None)
+    add_chunk(harness.engine, "a", [6, 7], greedy(4, ignore_eos=True))
     refused = []
     while harness.engine.has_unfinished_requests():
         refused += [each for each in harness.step() if each.error is not None]
@@ -332,8 +333,8 @@ def test_there_must_be_something_to_answer() -> None:
     harness = Harness()
     harness.add("a", [2, 3, 4], None, resumable=True)
     harness.engine.truncate("a", 0)
-    harness.engine.add_chunk("a", [], greedy(1))
-    harness.engine.add_chunk("a", [5], greedy(1))
+    add_chunk(harness.engine, "a", [], greedy(1))
+    add_chunk(harness.engine, "a", [5], greedy(1))
     harness.run()
     assert harness.said["a"].token_ids == harness.expect([5], greedy(1)).token_ids
 
@@ -342,7 +343,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     """A prompt of the whole context is too long even though the pool would hold it."""
     harness = Harness(max_model_len=64, num_kv_blocks=64)
     with pytest.raises(CapacityError, match="64 tokens, with the answer; the input has 64"):
-        harness.engine.add_request("a", [2] * 64, greedy(1))
+        add_request(harness.engine, "a", [2] * 64, greedy(1))
     with pytest.raises(
         CapacityError, match="max_model_len=64 needs 4 KV blocks of 16 tokens, num_kv_blocks=3"
     ):
@@ -375,11 +376,11 @@ def test_an_id_is_in_use_until_its_end_was_reported() -> None:
     harness.run()
     harness.engine.end_input("a")
     with pytest.raises(ParameterError, match="request_id='a': is in use"):
-        harness.engine.add_request("a", [2], greedy(1))
-    harness.engine.add_request("b", [2], None, resumable=True)
+        add_request(harness.engine, "a", [2], greedy(1))
+    add_request(harness.engine, "b", [2], None, resumable=True)
     with pytest.raises(ParameterError, match="request_id='a': is in use"):
-        harness.engine.fork("b", "a")
+        fork(harness.engine, "b", "a")
     harness.engine.abort_request("b")
     harness.run()
     assert harness.said["a"].end.finished
-    harness.engine.add_request("a", [2], greedy(1))
+    add_request(harness.engine, "a", [2], greedy(1))

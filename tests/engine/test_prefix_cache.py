@@ -3,6 +3,7 @@
 import pytest
 
 from segue.engine.request import Request
+from tests.engine.calls import add_chunk
 from tests.engine.harness import EOS, Harness, ScriptedDrafter, ScriptedModel, draft_model, greedy, ngram
 
 DEPTHS = (1, 2, 3)
@@ -137,7 +138,7 @@ def test_no_stale_key_remains_after_a_stop_inside_accepted_drafts(depth: int) ->
     assert request.timeline.tokens.tolist() == [1, 2, 3, 10, 11]
     assert (3, (10, 11, EOS, 13)) in harness.computed
     assert _stale_keys(harness, request) == []
-    harness.engine.add_chunk("a", [7, 8, 9], greedy(2))
+    add_chunk(harness.engine, "a", [7, 8, 9], greedy(2))
     harness.run_until_turn_ends("a")
     assert _stale_keys(harness, request) == []
 

@@ -17,6 +17,7 @@ from segue.engine.tables import Tables
 from segue.engine.timeline import Timeline
 from segue.runtime.runtime import LocalRuntime, OnDemand
 from segue.sample.params import SamplingParams
+from tests.engine.calls import add_chunk, add_request, fork
 from tests.engine.harness import (
     EOS,
     Harness,
@@ -77,7 +78,7 @@ def test_input_folded_in_after_a_stop_inside_accepted_drafts(
         assert (3, (10, stop_id, 12)) in harness.computed
 
     num_computed = len(harness.computed)
-    harness.engine.add_chunk("a", [7, 8], greedy(2))
+    add_chunk(harness.engine, "a", [7, 8], greedy(2))
     assert request.timeline.tokens.tolist() == [1, 2, 3, 10, 7, 8]
     assert request.timeline.kv_len == 4
     harness.run_until_turn_ends("a")
@@ -116,12 +117,12 @@ def test_a_result_longer_than_max_tokens_is_trimmed_before_it_counts() -> None:
     """Whatever comes back: [11, 12, 13] ends at 11 by `max_tokens`, and history is [1, 2, 3, 10]."""
     runtime = _CannedRuntime([[10], [11, 12, 13], [5]])
     engine = Engine(runtime, EngineConfig(max_model_len=16, num_kv_blocks=4, max_num_seqs=8))
-    engine.add_request("a", [1, 2, 3], greedy(2), resumable=True)
+    add_request(engine, "a", [1, 2, 3], greedy(2), resumable=True)
     outputs = [output for _ in range(2) for output in engine.step()]
     assert [list(output.token_ids) for output in outputs] == [[10], [11]]
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
-    engine.add_chunk("a", [7, 8], greedy(1))
+    add_chunk(engine, "a", [7, 8], greedy(1))
     timeline = engine.requests["a"].timeline
     assert timeline.tokens.tolist() == [1, 2, 3, 10, 7, 8]
     assert timeline.kv_len == 4
@@ -146,7 +147,7 @@ def test_two_updates_queued_on_a_live_speculating_request(depth: int, keep: str)
     assert request.turn is not None
     assert depth == 1 or request.timeline.flights
     for chunk in chunks[1:]:
-        harness.engine.add_chunk("a", *chunk)
+        add_chunk(harness.engine, "a", *chunk)
     assert len(request.chunks) == 2
     harness.engine.end_input("a")
     harness.run()
@@ -170,7 +171,7 @@ def _session(max_tokens: int, **options: Any) -> Harness:
     harness.add("a", CHUNKS[0], params, resumable=True)
     harness.run_until_turn_ends("a")
     for chunk in CHUNKS[1:]:
-        harness.engine.add_chunk("a", chunk, params)
+        add_chunk(harness.engine, "a", chunk, params)
         harness.run_until_turn_ends("a")
     harness.engine.end_input("a")
     harness.run()
@@ -207,7 +208,7 @@ def test_a_session_whose_turn_ends_while_it_is_preempted(
     harness.engine.scheduler._preempt(session)
     assert session.state is State.WAITING
     assert not session.timeline.tables.blocks
-    harness.engine.add_chunk("session", *second)
+    add_chunk(harness.engine, "session", *second)
     harness.engine.end_input("session")
     harness.run()
     plain = harness.plain()
@@ -309,16 +310,9 @@ def test_admission_into_four_free_blocks(
     taken = harness.engine.pool.allocate(1)
     assert harness.engine.pool.num_free == 4
     harness.engine.scheduler.margin = decode_tokens + lookahead
-    request = Request(
-        "a",
-        Timeline(Tables(harness.engine.pool, 16)),
-        priority=0,
-        arrival=1,
-        default_seed=0,
-        keep="computed",
-        resumable=False,
-        adaptive=None,
-    )
+    submission = harness.engine.intake.submission([2], greedy(1))
+    timeline = Timeline(Tables(harness.engine.pool, 16))
+    request = Request(submission, timeline, arrival=1, adaptive=None)
     request.fold(Chunk(array("i", [2] * prompt_len), greedy(1), 1), harness.config)
     harness.engine.scheduler.enqueue(request)
     planned = harness.engine.scheduler.schedule(0)
@@ -407,7 +401,7 @@ def _idle_session(harness: Harness, prompt: list[int], forks: int) -> list[str]:
     names = [f"s{i}" for i in range(forks)]
     for name in names:
         harness.checker.salts[name] = None
-        harness.engine.fork("s", name)
+        fork(harness.engine, "s", name)
     return ["s", *names]
 
 
@@ -438,7 +432,7 @@ def test_idle_sessions_in_the_blocks_of_a_running_one_give_up_nothing(*, admissi
     names = _idle_session(harness, [2, 3] * 8 + [2], forks=3)
     harness.add("own", [6] * 9, None, resumable=True)
     harness.run()
-    harness.engine.add_chunk("s", [7], greedy(2 if admission else 14, ignore_eos=True))
+    add_chunk(harness.engine, "s", [7], greedy(2 if admission else 14, ignore_eos=True))
     harness.step()
     if admission:
         harness.add("new", [5] * 9, greedy(2, ignore_eos=True))
@@ -454,8 +448,8 @@ def test_a_session_in_a_full_pool_is_admitted_when_the_fork_of_its_last_block_go
     harness.add("s", prompt, None, resumable=True)
     harness.run()
     harness.checker.salts["fork"] = None
-    harness.engine.fork("s", "fork")
-    harness.engine.add_chunk("s", [7], more)
+    fork(harness.engine, "s", "fork")
+    add_chunk(harness.engine, "s", [7], more)
     harness.run()
     assert harness.said["s"].token_ids == harness.expect([*prompt, 7], more).token_ids
     assert _holding(harness, ["s", "fork"]) == ["s"]
@@ -469,9 +463,9 @@ def test_an_empty_chunk_while_the_last_of_the_input_is_computed(depth: int) -> N
     harness.step()
     harness.add("a", [2, 6, 10], None, resumable=True)
     harness.step()
-    harness.engine.add_chunk("a", [], None)
+    add_chunk(harness.engine, "a", [], None)
     harness.run()
-    harness.engine.add_chunk("a", [], greedy(3))
+    add_chunk(harness.engine, "a", [], greedy(3))
     harness.run()
     assert harness.said["a"].token_ids == harness.expect([2, 6, 10], greedy(3)).token_ids
     assert harness.said["other"].token_ids == harness.expect([3, 4], greedy(12, ignore_eos=True)).token_ids
@@ -489,8 +483,8 @@ def test_who_waits_for_a_grammar_holds_up_nobody() -> None:
     executor.allocate_kv(16, 4)
     config = EngineConfig(max_model_len=64, num_kv_blocks=16, block_size=4, max_num_seqs=1)
     engine = Engine(LocalRuntime(executor, guides=guides), config)
-    engine.add_request("guided", [2, 3, 4], GrammarParams(max_tokens=5))
-    engine.add_request("plain", [2, 3, 5], SamplingParams(max_tokens=5, ignore_eos=True))
+    add_request(engine, "guided", [2, 3, 4], GrammarParams(max_tokens=5))
+    add_request(engine, "plain", [2, 3, 5], SamplingParams(max_tokens=5, ignore_eos=True))
     outputs = [output for _ in range(6) for output in engine.step()]
     assert {output.request_id for output in outputs} == {"plain"}
     assert outputs[-1].finished
@@ -501,7 +495,7 @@ def test_who_waits_for_a_grammar_holds_up_nobody() -> None:
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert {output.request_id for output in outputs} == {"guided"}
-    engine.add_request("gone", [2, 3, 4], GrammarParams(max_tokens=5, seed=1))
+    add_request(engine, "gone", [2, 3, 4], GrammarParams(max_tokens=5, seed=1))
     engine.abort_request("gone")
     assert engine.step() == []
     assert engine.stats.num_free_blocks == 16

@@ -12,6 +12,7 @@ from segue.engine.engine import Engine
 from segue.host import wire
 from segue.host.build import build
 from segue.host.journal import Journal
+from tests.engine.calls import add_request
 
 MAX_TOKENS = 12
 LENGTH = 6
@@ -69,24 +70,23 @@ class Client:
         open_ids = [id for id, request in self.engine.requests.items() if request.input_open]
         kind = self._rng.choice(("add", "add", "chunk", "chunk", "truncate", "fork", "end", "abort"))
         if kind == "add" or not open_ids:
-            self.call(
-                "add_request",
+            submission = self.engine.intake.submission(
+                self.ids(),
+                self.params(),
                 request_id=self.name(),
-                prompt_token_ids=self.ids(),
-                params=self.params(),
-                priority=0,
                 cache_salt=self._rng.choice((None, "salt")),
                 resumable=self._rng.random() < 0.7,
                 keep=self._rng.choice(("computed", "all")),
-                num_output_tokens=0,
             )
+            self.call("add_request", submission=submission)
             return
         request_id = self._rng.choice(open_ids)
         length = len(self.engine.requests[request_id].timeline.tokens)
         match kind:
             case "chunk":
                 params = self._rng.choice((None, self.params()))
-                self.call("add_chunk", request_id=request_id, token_ids=self.ids(), params=params)
+                ids = self.engine.intake.chunk(self.ids(), params)
+                self.call("add_chunk", request_id=request_id, token_ids=ids, params=params)
             case "truncate":
                 self.call("truncate", request_id=request_id, num_tokens=self._rng.randint(0, length))
             case "fork":
@@ -95,6 +95,7 @@ class Client:
                     request_id=request_id,
                     new_request_id=self.name(),
                     num_tokens=self._rng.choice((None, self._rng.randint(0, length))),
+                    default_seed=self.engine.intake.next_seed(),
                 )
             case "end":
                 self.call("end_input", request_id=request_id)
@@ -151,8 +152,8 @@ def test_another_engine_goes_on_the_same(tiny_path: Path, seed: int) -> None:
 
 def test_a_snapshot_says_who_holds_what(tiny_path: Path) -> None:
     engine = make_engine(tiny_path)
-    engine.add_request("a", list(range(3, 43)), None, resumable=True)
-    engine.add_request("b", list(range(50, 90)), SamplingParams(max_tokens=40, ignore_eos=True))
+    add_request(engine, "a", list(range(3, 43)), None, resumable=True)
+    add_request(engine, "b", list(range(50, 90)), SamplingParams(max_tokens=40, ignore_eos=True))
     seen = {engine.snapshot().requests[0].state}
     while engine.has_unfinished_requests():
         engine.step()

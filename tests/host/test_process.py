@@ -31,11 +31,13 @@ from segue import (
 )
 from segue.contract.reports import EngineOutput, EngineStats, FinishReason, RequestMetrics
 from segue.contract.step import TokenLogprobs
+from segue.engine.submission import Submission
 from segue.host import connection, wire
 from segue.host import process as process_module
 from segue.host.build import build
 from segue.host.client import EngineClient
 from segue.host.process import EngineProcess
+from tests.engine.calls import add_chunk, add_request, fork
 from tests.host.processes import (
     child_of,
     drain,
@@ -142,22 +144,22 @@ def test_the_native_runtime_in_a_process(tiny_path: Path) -> None:
     st.none() | st.text(),
 )
 def test_calls_survive_the_wire(params: SamplingParams, token_ids: list[int], salt: str | None) -> None:
-    arguments: dict[str, Any] = {
-        "params": params,
-        "priority": -1,
-        "cache_salt": salt,
-        "resumable": True,
-        "keep": "all",
-        "num_output_tokens": 2,
-    }
-    call = wire.CALL_TYPES["add_request"](request_id="0", prompt_token_ids=array("i", token_ids), **arguments)
+    submission = Submission(
+        request_id="0",
+        token_ids=array("i", token_ids),
+        params=params,
+        default_seed=2**64 - 1,
+        priority=-1,
+        cache_salt=salt,
+        resumable=True,
+        keep="all",
+        num_output_tokens=2,
+    )
+    call = wire.CALL_TYPES["add_request"](submission)
     received = wire.decode_to_child(wire.encode(call))
     assert type(received) is type(call)
-    assert msgspec.structs.asdict(received) == {
-        "request_id": "0",
-        "prompt_token_ids": token_ids,
-        **arguments,
-    }
+    assert received == call
+    assert msgspec.structs.asdict(received) == {"submission": submission}
 
 
 @given(st.lists(st.floats(allow_nan=False), max_size=3), st.lists(st.integers(0, 2**31 - 1), max_size=3))
@@ -193,12 +195,12 @@ def test_a_resumable_request_with_truncate_and_fork(engine: EngineProcess, tiny_
     here = build(args(tiny_path)).engine
     seen = []
     for client in (here, engine):
-        client.add_request("a", [5, 6, 7], PARAMS, resumable=True, keep="all")
+        add_request(client, "a", [5, 6, 7], PARAMS, resumable=True, keep="all")
         outputs = drain(client)
         client.truncate("a", 9)
-        client.fork("a", "b", 4)
+        fork(client, "a", "b", 4)
         for request_id in ("a", "b"):
-            client.add_chunk(request_id, [9, 10], PARAMS)
+            add_chunk(client, request_id, [9, 10], PARAMS)
             client.end_input(request_id)
         outputs += drain(client)
         seen.append({name: tokens_of(outputs, name) for name in ("a", "b")})
@@ -228,24 +230,24 @@ def test_bad_requests_raise_at_the_call_and_as_the_engine_does(
 ) -> None:
     here = build(args(tiny_path)).engine
     with pytest.raises((ParameterError, CapacityError)) as expected:
-        here.add_request("a", token_ids, params, **options)
+        add_request(here, "a", token_ids, params, **options)
     with pytest.raises(type(expected.value)) as caught:
-        engine.add_request("a", token_ids, params, **options)
+        add_request(engine, "a", token_ids, params, **options)
     assert str(caught.value) == str(expected.value)
     assert not engine.has_unfinished_requests()
 
 
 def test_ids_are_known_here(engine: EngineProcess) -> None:
-    engine.add_request("a", [5], PARAMS, resumable=True)
+    add_request(engine, "a", [5], PARAMS, resumable=True)
     with pytest.raises(ParameterError, match="in use"):
-        engine.add_request("a", [5], PARAMS)
+        add_request(engine, "a", [5], PARAMS)
     with pytest.raises(ParameterError, match="in use"):
-        engine.fork("a", "a")
+        fork(engine, "a", "a")
     engine.end_input("a")
     calls: list[Callable[[], object]] = [
-        lambda: engine.add_chunk("a", [5], PARAMS),
+        lambda: add_chunk(engine, "a", [5], PARAMS),
         lambda: engine.truncate("a", 0),
-        lambda: engine.fork("a", "b"),
+        lambda: fork(engine, "a", "b"),
         lambda: engine.end_input("a"),
         lambda: engine.end_input("unknown"),
     ]
@@ -254,15 +256,15 @@ def test_ids_are_known_here(engine: EngineProcess) -> None:
             call()
     engine.abort_request("unknown")
     drain(engine)
-    engine.add_request("a", [5], PARAMS)
+    add_request(engine, "a", [5], PARAMS)
     assert len(tokens_of(drain(engine), "a")) == 12
 
 
 def test_a_chunk_that_does_not_fit_is_left_out(engine: EngineProcess) -> None:
-    engine.add_request("a", [5] * 200, None, resumable=True)
-    engine.add_request("b", [5], PARAMS)
-    engine.add_chunk("a", [5] * 100, PARAMS)
-    engine.add_chunk("a", [6], PARAMS)
+    add_request(engine, "a", [5] * 200, None, resumable=True)
+    add_request(engine, "b", [5], PARAMS)
+    add_chunk(engine, "a", [5] * 100, PARAMS)
+    add_chunk(engine, "a", [6], PARAMS)
     outputs = drain(engine)
     (refused,) = [each for each in outputs if each.error is not None]
     assert (refused.request_id, refused.finish_reason) == ("a", FinishReason.ERROR)
@@ -274,8 +276,8 @@ def test_a_chunk_that_does_not_fit_is_left_out(engine: EngineProcess) -> None:
 
 
 def test_a_fork_that_cannot_be_fails_the_new_request(engine: EngineProcess) -> None:
-    engine.add_request("a", [5, 6], None, resumable=True)
-    engine.fork("a", "b", 3)
+    add_request(engine, "a", [5, 6], None, resumable=True)
+    fork(engine, "a", "b", 3)
     (failed,) = drain(engine)
     assert (failed.request_id, failed.finish_reason) == ("b", FinishReason.ERROR)
     engine.abort_request("a")
@@ -283,13 +285,15 @@ def test_a_fork_that_cannot_be_fails_the_new_request(engine: EngineProcess) -> N
 
 
 def test_an_aborted_request_says_nothing_to_the_next_of_its_name(engine: EngineProcess) -> None:
-    engine.add_request("a", [5, 6, 7], LONG)
+    first, second = (engine.intake.new_id("a") for _ in range(2))
+    add_request(engine, first, [5, 6, 7], LONG)
     while not engine.step():
         pass
-    engine.abort_request("a")
-    engine.add_request("a", [5, 6, 7], PARAMS)
+    engine.abort_request(first)
+    add_request(engine, second, [5, 6, 7], PARAMS)
     outputs = drain(engine)
-    assert len(tokens_of(outputs, "a")) == 12
+    assert len(tokens_of(outputs, second)) == 12
+    assert {each.request_id for each in outputs} == {second}
     assert all(each.logprobs is not None for each in outputs)
     stats = engine.stats
     assert stats.num_free_blocks == stats.num_kv_blocks
@@ -299,7 +303,7 @@ def test_stats_and_the_prefix_cache(engine: EngineProcess) -> None:
     engine.reset_prefix_cache()
     drain(engine)
     assert engine.stats.num_cached_blocks == 0
-    engine.add_request("a", list(range(3, 40)), PARAMS)
+    add_request(engine, "a", list(range(3, 40)), PARAMS)
     while not engine.step():
         pass
     assert engine.stats.num_running == 1
@@ -311,7 +315,7 @@ def test_stats_and_the_prefix_cache(engine: EngineProcess) -> None:
 
 
 def test_outputs_say_how_the_request_was_served_so_far(engine: EngineProcess) -> None:
-    engine.add_request("a", [5, 6, 7], PARAMS)
+    add_request(engine, "a", [5, 6, 7], PARAMS)
     computed = [each.metrics.num_computed_tokens for each in drain(engine) if each.metrics is not None]
     assert computed == list(range(3, 3 + 12))
 
@@ -319,7 +323,7 @@ def test_outputs_say_how_the_request_was_served_so_far(engine: EngineProcess) ->
 def test_wake_ends_the_wait(engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "WAIT_S", 600.0)
     with stopped(engine):
-        engine.add_request("a", [5], PARAMS)
+        add_request(engine, "a", [5], PARAMS)
         for _ in range(3):
             engine.wake()
             assert engine.step() == []
@@ -333,7 +337,7 @@ def test_wake_ends_the_wait(engine: EngineProcess, monkeypatch: pytest.MonkeyPat
 def test_signals_of_the_terminal_are_for_the_parent(engine: EngineProcess) -> None:
     os.kill(pid_of(engine), signal.SIGINT)
     os.kill(pid_of(engine), signal.SIGTERM)
-    engine.add_request("a", [5], PARAMS)
+    add_request(engine, "a", [5], PARAMS)
     assert len(tokens_of(drain(engine), "a")) == 12
 
 
@@ -365,7 +369,7 @@ def test_no_file_is_left_even_while_it_runs(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with contextlib.closing(EngineProcess(args(tiny_path))) as engine:
         assert list(tmp_path.iterdir()) == []
-        engine.add_request("a", [5], PARAMS)
+        add_request(engine, "a", [5], PARAMS)
         assert drain(engine)
 
 
@@ -384,7 +388,7 @@ def test_a_temporary_folder_with_a_long_path(
 
 def test_killed_while_a_step_waits(mortal: EngineProcess) -> None:
     with stopped(mortal):
-        mortal.add_request("a", [5], LONG)
+        add_request(mortal, "a", [5], LONG)
         question = mortal.ask_snapshot()
         killer = threading.Timer(0.1, kill, (mortal,))
         killer.start()
@@ -395,7 +399,7 @@ def test_killed_while_a_step_waits(mortal: EngineProcess) -> None:
         question.result(0)
     for call in (
         lambda: mortal.step(),
-        lambda: mortal.add_request("b", [5], PARAMS),
+        lambda: add_request(mortal, "b", [5], PARAMS),
         lambda: mortal.end_input("a"),
         lambda: mortal.reset_prefix_cache(),
         lambda: mortal.ask_snapshot(),
@@ -411,7 +415,7 @@ def test_killed_while_idle_is_seen_by_the_next_call(mortal: EngineProcess) -> No
     kill(mortal)
     process_of(mortal).wait()
     with pytest.raises(EngineDead, match="SIGKILL"):
-        mortal.add_request("a", [5], PARAMS)
+        add_request(mortal, "a", [5], PARAMS)
 
 
 def test_an_error_of_the_engine_itself_is_told(mortal: EngineProcess) -> None:
@@ -425,9 +429,9 @@ def test_an_error_of_the_engine_itself_is_told(mortal: EngineProcess) -> None:
 
 def test_nothing_waits_for_a_step(engine: EngineProcess) -> None:
     with stopped(engine):
-        engine.add_request("a", [5, 6, 7], PARAMS, resumable=True)
-        engine.add_chunk("a", [8], PARAMS)
-        engine.fork("a", "b", 2)
+        add_request(engine, "a", [5, 6, 7], PARAMS, resumable=True)
+        add_chunk(engine, "a", [8], PARAMS)
+        fork(engine, "a", "b", 2)
         engine.truncate("a", 1)
         engine.end_input("a")
         engine.abort_request("b")
@@ -445,7 +449,7 @@ def test_nothing_waits_for_a_step(engine: EngineProcess) -> None:
 
 
 def test_an_answer_is_of_the_moment_after_the_calls(engine: EngineProcess) -> None:
-    engine.add_request("a", list(range(3, 43)), None, resumable=True)
+    add_request(engine, "a", list(range(3, 43)), None, resumable=True)
     snapshot_of(engine)
     drain(engine)
     (a,) = snapshot_of(engine, "a").requests
@@ -461,7 +465,7 @@ def test_an_answer_is_of_the_moment_after_the_calls(engine: EngineProcess) -> No
 
 def test_a_process_that_stands_still_is_ended(mortal: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     with stopped(mortal):
-        mortal.add_request("a", [5], LONG)
+        add_request(mortal, "a", [5], LONG)
         question = mortal.ask_snapshot("a")
         monkeypatch.setattr(connection, "FROZEN_S", 0.5)
         with pytest.raises(EngineDead, match=r"stood still for 0\.5 s"):
@@ -488,7 +492,7 @@ def test_a_process_in_a_long_step_moves(
     monkeypatch.setenv("SEGUE_TEST_GATE", str(tmp_path / "gate"))
     monkeypatch.setenv("SEGUE_TEST_BEGUN", str(tmp_path / "begun"))
     with contextlib.closing(EngineProcess(args(tiny_path))) as engine:
-        engine.add_request("a", [5], PARAMS)
+        add_request(engine, "a", [5], PARAMS)
         while not (tmp_path / "begun").exists():
             assert engine.step() == []
         notes = child_of(engine)._notes
@@ -514,7 +518,7 @@ def test_silence_counts_only_while_somebody_looks() -> None:
 
 
 def test_close_ends_it_in_the_middle_of_its_work(mortal: EngineProcess) -> None:
-    mortal.add_request("a", [5], LONG)
+    add_request(mortal, "a", [5], LONG)
     pid = pid_of(mortal)
     mortal.close()
     mortal.close()

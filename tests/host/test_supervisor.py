@@ -18,6 +18,7 @@ from segue.host import connection, supervisor
 from segue.host.build import build
 from segue.host.process import EngineProcess
 from segue.host.supervisor import RestartingConnection
+from tests.engine.calls import add_chunk, add_request, fork
 from tests.host.deadly_child import DEADLY
 from tests.host.processes import drain, kill, pid_of, snapshot_of, stopped, tokens_of
 
@@ -132,30 +133,32 @@ def step_until_said(engine: EngineProcess, request_id: str, num_tokens: int) -> 
 
 
 def test_what_was_told_and_not_carried_out_is_told_again(engine: EngineProcess) -> None:
-    def calls() -> None:
-        engine.add_request("a", [5, 6, 7], None, resumable=True, keep="all", cache_salt="s")
-        engine.add_chunk("a", [8], PARAMS)
-        engine.add_chunk("a", [9, 10], PARAMS)
-        engine.fork("a", "b", 3)
-        engine.truncate("a", 2)
-        engine.add_chunk("a", [12], PARAMS)
-        engine.add_request("c", [5], PARAMS)
-        engine.abort_request("c")
-        engine.add_request("c", [6], PARAMS)
-        engine.end_input("a")
-        engine.add_chunk("b", [20], PARAMS)
-        engine.end_input("b")
+    def calls() -> list[str]:
+        a, b, c, gone = (engine.intake.new_id(name) for name in ("a", "b", "c", "c"))
+        add_request(engine, a, [5, 6, 7], None, resumable=True, keep="all", cache_salt="s")
+        add_chunk(engine, a, [8], PARAMS)
+        add_chunk(engine, a, [9, 10], PARAMS)
+        fork(engine, a, b, 3)
+        engine.truncate(a, 2)
+        add_chunk(engine, a, [12], PARAMS)
+        add_request(engine, gone, [5], PARAMS)
+        engine.abort_request(gone)
+        add_request(engine, c, [6], PARAMS)
+        engine.end_input(a)
+        add_chunk(engine, b, [20], PARAMS)
+        engine.end_input(b)
+        return [a, b, c]
 
-    calls()
+    quiet_ids = calls()
     quiet = drain(engine)
     with stopped(engine):  # so that nothing of it is carried out
-        calls()
+        rough_ids = calls()
         kill(engine)
     rough = drain(engine)
-    for name in ("a", "b", "c"):
+    for before, after in zip(quiet_ids, rough_ids, strict=True):
         # Of the turn that was cut off there may be more or less.
-        assert tokens_of(rough, name)[-40:] == tokens_of(quiet, name)[-40:] != []
-        assert [each.finish_reason for each in rough if each.request_id == name and each.finished]
+        assert tokens_of(rough, after)[-40:] == tokens_of(quiet, before)[-40:] != []
+        assert [each.finish_reason for each in rough if each.request_id == after and each.finished]
     stats = engine.stats
     assert stats.num_running + stats.num_waiting + stats.num_idle == 0
     assert stats.num_free_blocks == stats.num_kv_blocks
@@ -163,9 +166,9 @@ def test_what_was_told_and_not_carried_out_is_told_again(engine: EngineProcess) 
 
 def test_chunks_that_wait_behind_a_running_turn_are_kept(engine: EngineProcess) -> None:
     def calls() -> None:
-        engine.add_request("a", [5, 6, 7], PARAMS, resumable=True)
+        add_request(engine, "a", [5, 6, 7], PARAMS, resumable=True)
         for token in (8, 9):
-            engine.add_chunk("a", [token], PARAMS)
+            add_chunk(engine, "a", [token], PARAMS)
         engine.end_input("a")
 
     calls()
@@ -183,7 +186,7 @@ def test_chunks_that_wait_behind_a_running_turn_are_kept(engine: EngineProcess) 
 
 
 def test_prompt_logprobs_come_once(engine: EngineProcess) -> None:
-    engine.add_request("a", [5, 6, 7], msgspec.structs.replace(PARAMS, prompt_logprobs=1))
+    add_request(engine, "a", [5, 6, 7], msgspec.structs.replace(PARAMS, prompt_logprobs=1))
     outputs = step_until_said(engine, "a", 5)
     kill(engine)
     outputs += drain(engine)
@@ -192,7 +195,7 @@ def test_prompt_logprobs_come_once(engine: EngineProcess) -> None:
 
 
 def test_questions_are_answered_by_the_next_one(engine: EngineProcess) -> None:
-    engine.add_request("a", [5, 6, 7], PARAMS)
+    add_request(engine, "a", [5, 6, 7], PARAMS)
     outputs = step_until_said(engine, "a", 5)
     with stopped(engine):  # so that it is not answered
         question, cancelled = engine.ask_snapshot(), engine.ask_snapshot()
@@ -229,7 +232,7 @@ def test_an_idle_engine_is_started_again_and_says_so(tiny_path: Path) -> None:
 def test_a_process_that_stands_still_is_replaced(
     engine: EngineProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.add_request("a", [5, 6, 7], PARAMS)
+    add_request(engine, "a", [5, 6, 7], PARAMS)
     outputs = step_until_said(engine, "a", 5)
     with stopped(engine), monkeypatch.context() as patch:
         patch.setattr(connection, "FROZEN_S", 0.5)
@@ -258,22 +261,22 @@ def deadly(tiny_path: Path, deadly_children: None) -> Iterator[EngineProcess]:
 
 
 def test_a_request_that_ends_the_process_is_refused(deadly: EngineProcess) -> None:
-    deadly.add_request("bad", [5, DEADLY], PARAMS)
+    add_request(deadly, "bad", [5, DEADLY], PARAMS)
     (refusal,) = drain(deadly)
     assert (refusal.request_id, refusal.finish_reason, refusal.finished) == ("bad", FinishReason.ERROR, True)
     assert refusal.error == "the engine's process ended 2 times while it computed this request"
-    deadly.add_request("good", [5, 6], PARAMS)
+    add_request(deadly, "good", [5, 6], PARAMS)
     assert len(tokens_of(drain(deadly), "good")) == 40
 
 
 def test_those_that_were_computed_with_it_go_on(deadly: EngineProcess, tiny_path: Path) -> None:
     names = [f"good {number}" for number in range(4)]
     for number, name in enumerate(names):
-        deadly.add_request(name, [20 + number, 6], PARAMS, resumable=number == 0)
+        add_request(deadly, name, [20 + number, 6], PARAMS, resumable=number == 0)
     outputs = step_until_said(deadly, "good 3", 3)
     for name in ("bad", "worse"):
-        deadly.add_request(name, [5, DEADLY], PARAMS)
-    deadly.add_request("listens", [30] * 100, None, resumable=True)
+        add_request(deadly, name, [5, DEADLY], PARAMS)
+    add_request(deadly, "listens", [30] * 100, None, resumable=True)
     outputs += drain(deadly)
     for name in ("good 0", "listens"):
         deadly.end_input(name)
@@ -283,7 +286,7 @@ def test_those_that_were_computed_with_it_go_on(deadly: EngineProcess, tiny_path
         assert refusal.finish_reason is FinishReason.ERROR
     plain = build(args(tiny_path)).engine
     for number, name in enumerate(names):
-        plain.add_request(name, [20 + number, 6], PARAMS)
+        add_request(plain, name, [20 + number, 6], PARAMS)
     expected = []
     while plain.has_unfinished_requests():
         expected += plain.step()
@@ -319,7 +322,7 @@ def test_it_gives_up(tiny_path: Path, no_child: pytest.MonkeyPatch) -> None:
     with contextlib.closing(EngineProcess(args(tiny_path), max_restarts=2)) as engine:
         no_child.setattr(connection, "CHILD_MODULE", "tests.engine.no_such_child")
         with stopped(engine):  # so that neither is answered
-            engine.add_request("a", [5, 6, 7], PARAMS)
+            add_request(engine, "a", [5, 6, 7], PARAMS)
             question = engine.ask_snapshot()
             kill(engine)
         with pytest.raises(EngineDead, match=r"started again 2 times in a row"):
@@ -328,7 +331,7 @@ def test_it_gives_up(tiny_path: Path, no_child: pytest.MonkeyPatch) -> None:
         assert engine.stats.num_restarts == 2
         with pytest.raises(EngineDead, match=r"started again 2 times in a row"):
             question.result(0)
-        for call in (engine.check_alive, engine.ask_snapshot, lambda: engine.add_request("b", [5], PARAMS)):
+        for call in (engine.check_alive, engine.ask_snapshot, lambda: add_request(engine, "b", [5], PARAMS)):
             with pytest.raises(EngineDead, match=r"started again 2 times in a row"):
                 call()
 
@@ -336,7 +339,7 @@ def test_it_gives_up(tiny_path: Path, no_child: pytest.MonkeyPatch) -> None:
 def test_each_end_and_start_is_logged(
     tiny_path: Path, engine: EngineProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine.add_request("a", [5, 6, 7], PARAMS)
+    add_request(engine, "a", [5, 6, 7], PARAMS)
     outputs = step_until_said(engine, "a", 5)
     kill(engine)
     drain(engine)
@@ -366,9 +369,9 @@ def test_a_file_that_is_damaged_and_whole_again(
     path = tmp_path / "model.gguf"
     path.write_bytes(tiny_path.read_bytes())
     with contextlib.closing(EngineProcess(args(path), max_restarts=None)) as engine:
-        engine.add_request("idle", [5, 6, 7], None, resumable=True)
+        add_request(engine, "idle", [5, 6, 7], None, resumable=True)
         drain(engine)
-        engine.add_request("a", [5, 6, 7], PARAMS)
+        add_request(engine, "a", [5, 6, 7], PARAMS)
         step_until_said(engine, "a", 5)
         damaged = tmp_path / "damaged"
         damaged.write_bytes(b"no model")
@@ -379,8 +382,8 @@ def test_a_file_that_is_damaged_and_whole_again(
             EngineDead, match=r"could not be loaded again: .*not a GGUF file.*5 times in a row"
         ):
             engine.check_alive()
-        engine.add_request("b", [5], PARAMS)
-        engine.fork("idle", "c")
+        add_request(engine, "b", [5], PARAMS)
+        fork(engine, "idle", "c")
         refused: list[EngineOutput] = []
         while len(refused) < 4:
             refused += [each for each in engine.step() if each.finish_reason is FinishReason.ERROR]
@@ -392,7 +395,7 @@ def test_a_file_that_is_damaged_and_whole_again(
         whole.rename(path)
         until(engine, "running")
         engine.check_alive()
-        engine.add_request("a", [5, 6, 7], PARAMS)
+        add_request(engine, "a", [5, 6, 7], PARAMS)
         assert len(tokens_of(drain(engine), "a")) == 40
         assert snapshot_of(engine).requests == []
         assert engine.stats.num_restarts >= 6
@@ -406,7 +409,7 @@ def test_close_while_it_is_started_again(
     tiny_path: Path, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = EngineProcess(args(tiny_path), max_restarts=5)
-    engine.add_request("a", [5, 6, 7], PARAMS)
+    add_request(engine, "a", [5, 6, 7], PARAMS)
     if phase == "pause":
         monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 600.0)
         monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 600.0)

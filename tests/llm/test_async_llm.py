@@ -180,7 +180,7 @@ def test_chat(llm: AsyncLLM, tiny_llm: LLM) -> None:
         output = await last(llm.chat(messages, PARAMS))
         assert output.outputs == expected.outputs
         assert output.prompt_token_ids == llm.encode_chat(messages)
-        assert llm.get_tokenizer().vocab_size == llm.engine_loop.client.vocab_size
+        assert llm.get_tokenizer().vocab_size == llm.engine_loop.intake.vocab_size
 
     run(test)
 
@@ -658,16 +658,18 @@ def test_raw_outputs_come_in_order_on_the_event_loop(tiny_path: Path) -> None:
 
         errors = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        one = loop.open([5, 6], raw, handler("one"), request_id="one", resumable=True, keep="all")
+        submission = loop.intake.submission
+        first = submission([5, 6], raw, request_id="one", resumable=True, keep="all")
+        one = loop.open(first, handler("one"))
         with pytest.raises(ParameterError, match="in use"):
-            loop.open([5, 6], raw, handler("other"), request_id="one")
-        loop.open([5, 6], raw, handler("broken"))
+            loop.open(submission([5, 6], raw, request_id="one"), handler("other"))
+        loop.open(submission([5, 6], raw), handler("broken"))
         one.add_chunk([7])
         one.truncate(2)
         fork = one.fork(handler("fork"))
         fork.add_chunk([7], raw)
         fork.end_input()
-        gone = loop.open([5, 6], LONG, handler("gone"))
+        gone = loop.open(submission([5, 6], LONG), handler("gone"))
         gone.abort()
         gone.abort()
         with pytest.raises(ParameterError, match="open input"):
@@ -683,13 +685,13 @@ def test_raw_outputs_come_in_order_on_the_event_loop(tiny_path: Path) -> None:
         assert sum(len(output.token_ids) for output in said["fork"]) == 8
         assert sum(len(output.token_ids) for output in said["broken"]) == 8
         assert len(errors) == len(said["broken"])
-        waiting = loop.open([5], None, handler("waiting"), resumable=True)
+        waiting = loop.open(submission([5], None, resumable=True), handler("waiting"))
         loop.close()
         name, last_news = await news.get()
         assert (name, str(last_news)) == ("waiting", "the engine was shut down")
         assert not waiting.is_open
         with pytest.raises(EngineDead, match="shut down"):
-            loop.open([5], raw, handler("late"))
+            loop.open(submission([5], raw), handler("late"))
 
     run(test)
 

@@ -16,8 +16,8 @@ import pytest
 from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineOutput
 from segue.contract.step import Sampling
-from segue.engine.check import check_chunk
 from segue.engine.config import EngineConfig
+from segue.engine.submission import Intake
 from segue.errors import ParameterError, RequestFailed
 from segue.host.build import load
 from segue.llm.llm import LLM
@@ -26,6 +26,7 @@ from segue.sample.guide import Grammar, GrammarGuides
 from segue.sample.params import SamplingParams, StructuredOutputsParams
 from segue.tokens import Tokenizer
 from segue.weights.gguf import load_gguf
+from tests.engine.calls import add_request
 
 SCHEMA = {
     "type": "object",
@@ -125,8 +126,8 @@ def test_a_grammar_over_a_limit_is_an_error_of_its_request(
         (alone,) = llm.generate(["Once"], plain, use_tqdm=False)
     ends: dict[str, EngineOutput] = {}
     ids: list[int] = []
-    engine.add_request("failed", [1, 2], too_much)
-    engine.add_request("whole", alone.prompt_token_ids, plain)
+    add_request(engine, "failed", [1, 2], too_much)
+    add_request(engine, "whole", alone.prompt_token_ids, plain)
     while engine.has_unfinished_requests():
         for output in engine.step():
             ids += output.token_ids if output.request_id == "whole" else []
@@ -218,7 +219,7 @@ def test_a_model_without_an_end_refuses_grammars(tokenizer: Tokenizer) -> None:
     config = EngineConfig(max_model_len=64, num_kv_blocks=8)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(ParameterError, match=r"structured_outputs.*no token that ends a text"):
-        check_chunk(config, 100, [1], params)
+        Intake(config, 100).chunk([1], params)
 
 
 ENDINGS = [

@@ -15,6 +15,7 @@ from segue.errors import EngineDead
 from segue.runtime.runtime import LocalRuntime
 from segue.sample.params import SamplingParams
 from segue.speculate.ngram import NgramDrafter
+from tests.engine.calls import add_request
 from tests.sim.oracle import OracleExecutor, OracleModel, mix
 from tests.tokens.small import TOKENS, small_tokenizer
 
@@ -141,7 +142,7 @@ class World:
         )
         processor = OutputProcessor(TOKENIZER)
         processor.add("fresh", prompt=None, prompt_token_ids=token_ids, params=params)
-        engine.add_request("fresh", token_ids, params)
+        add_request(engine, "fresh", token_ids, params)
         while not processor.is_finished("fresh"):
             processor.process(engine.step())
         return processor.output("fresh").outputs[0]

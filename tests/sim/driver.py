@@ -16,7 +16,7 @@ from segue.contract.reports import EngineOutput, FinishReason
 from segue.contract.step import Runtime
 from segue.engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from segue.engine.engine import Engine
-from segue.engine.request import Keep
+from segue.engine.submission import Keep
 from segue.errors import EngineDead
 from segue.host.journal import Journal
 from segue.host.wire import CALL_TYPES
@@ -25,6 +25,7 @@ from segue.sample.params import SamplingParams
 from segue.speculate.draft_model import DraftModelDrafter
 from segue.speculate.drafter import Drafter
 from segue.speculate.ngram import NgramDrafter
+from tests.engine.calls import add_request
 from tests.sim.checks import Checker, Memory, Violation, check_output, check_work, require
 from tests.sim.grammar import GrammarParams, SimGuides
 from tests.sim.oracle import Failure, OracleDraftExecutor, OracleExecutor, OracleModel
@@ -125,6 +126,8 @@ class World:
         self.trace = trace
         self.model = OracleModel()
         self.engine = self._start_engine()
+        self.intake = self.engine.intake
+        """Where requests enter, whichever engine runs them."""
         self.clients: dict[str, Client] = {}
         self.num_steps = 0
         self.num_finished = 0
@@ -192,17 +195,16 @@ class World:
         salt: str | None = None,
     ) -> None:
         self.checker.salts[request_id] = salt
-        self.tell(
-            "add_request",
+        submission = self.intake.submission(
+            prompt,
+            params,
             request_id=request_id,
-            prompt_token_ids=prompt,
-            params=params,
             priority=priority,
             cache_salt=salt,
             resumable=resumable,
             keep=keep,
-            num_output_tokens=0,
         )
+        self.tell("add_request", submission=submission)
         plain = PlainSession(self.model, EOS, self.setup.config.max_model_len, keep)
         client = Client(request_id, plain, resumable, input_open=resumable)
         self.clients[request_id] = client
@@ -215,7 +217,12 @@ class World:
 
     def send_chunk(self, client: Client, ids: list[int], params: SamplingParams | None) -> None:
         """Also what does not fit: it is refused, and nothing else changes."""
-        self.tell("add_chunk", request_id=client.request_id, token_ids=ids, params=params)
+        self.tell(
+            "add_chunk",
+            request_id=client.request_id,
+            token_ids=self.intake.chunk(ids, params),
+            params=params,
+        )
         client.chunks.append((ids, params))
         client.begin()
 
@@ -234,7 +241,13 @@ class World:
         """Another request from a point of this one's history."""
         known = len(self.engine.requests[client.request_id].timeline.tokens)
         num_tokens = known - min(known, num_dropped)
-        self.tell("fork", request_id=client.request_id, new_request_id=request_id, num_tokens=num_tokens)
+        self.tell(
+            "fork",
+            request_id=client.request_id,
+            new_request_id=request_id,
+            num_tokens=num_tokens,
+            default_seed=self.intake.next_seed(),
+        )
         self.checker.salts[request_id] = self.checker.salts[client.request_id]
         plain = client.plain
         fork = PlainSession(plain.model, plain.eos, plain.max_model_len, plain.keep)
@@ -275,7 +288,7 @@ class World:
         require(self.engine.state == "dead", "a closed engine says that it runs")
         calls: list[Callable[[], object]] = [
             self.engine.step,
-            lambda: self.engine.add_request("late", [2], None, resumable=True),
+            lambda: add_request(self.engine, "late", [2], None, resumable=True),
             *(partial(self.engine.end_input, client.request_id) for client in self.clients.values()),
         ]
         for call in calls:

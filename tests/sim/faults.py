@@ -7,6 +7,7 @@ replacement calls the real one and undoes that line.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from segue.contract.reports import EngineOutput
@@ -651,9 +652,10 @@ def journal_keeps_the_last_id_of_a_turn(patch: pytest.MonkeyPatch) -> None:
     take = HeldRequest.take
 
     def take_all(self: HeldRequest, output: EngineOutput, config: EngineConfig) -> None:
-        keep, self.keep = self.keep, "all"
+        submission = self.submission
+        self.submission = msgspec.structs.replace(submission, keep="all")
         take(self, output, config)
-        self.keep = keep
+        self.submission = submission
 
     patch.setattr(HeldRequest, "take", take_all)
 

@@ -28,13 +28,6 @@ class Processed(msgspec.Struct):
     """Engine requests whose answer ended at a stop string, and which still run."""
 
 
-class EngineRequest(msgspec.Struct, frozen=True):
-    """One answer as the engine sees it."""
-
-    request_id: str
-    params: SamplingParams
-
-
 class OutputProcessor:
     """Keeps the answers of open requests. Knows nothing about the engine but its outputs."""
 
@@ -48,21 +41,25 @@ class OutputProcessor:
         self._token_texts: dict[int, str] = {}
 
     def add(
-        self, request_id: str, *, prompt: str | None, prompt_token_ids: Sequence[int], params: SamplingParams
-    ) -> list[EngineRequest]:
-        """Opens a request. Returns what the engine is to run for it: one request for each answer."""
+        self,
+        request_id: str,
+        *,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        engine_ids: Sequence[str] | None = None,
+    ) -> None:
+        """Opens a request. `engine_ids` are those of its answers' engine requests, `n` of them; None: its own."""
         assert request_id not in self._requests, request_id
         request = _Request(request_id, prompt, list(prompt_token_ids), self._clock())
         self._requests[request_id] = request
-        engine_requests = []
-        for index in range(params.n):
-            engine_id = request_id if params.n == 1 else f"{request_id}-{index}"
-            engine_requests.append(EngineRequest(engine_id, answer_params(params, index)))
+        engine_ids = [request_id] if engine_ids is None else engine_ids
+        assert len(engine_ids) == params.n
+        for index, engine_id in enumerate(engine_ids):
             answer = _Answer(request_id, index, params, self._tokenizer, self._token_text)
             request.answers[engine_id] = answer
             self._answers[engine_id] = (request, answer)
         self._num_open += params.n
-        return engine_requests
 
     def process(self, outputs: Iterable[EngineOutput]) -> Processed:
         """Takes in one step's outputs. Those of answers that have ended are dropped."""

@@ -1,10 +1,12 @@
 """From what a user gives as a prompt to token ids."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 
 import msgspec
 
+from segue.answers.processor import answer_params
+from segue.engine.submission import Intake, Keep, Submission
 from segue.errors import ParameterError
 from segue.sample.params import SamplingParams, is_unicode
 from segue.tokens import Tokenizer
@@ -13,11 +15,36 @@ _PROMPT = "a text, a list of token ids, or a dict with prompt or prompt_token_id
 
 
 class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt as the engine takes it, with its text for the record."""
+    """A prompt in ids, with its text for the record."""
 
     text: str | None
     token_ids: list[int]
     cache_salt: str | None = None
+
+
+def submissions_of(
+    intake: Intake,
+    prompt: EncodedPrompt,
+    params: SamplingParams,
+    *,
+    request_ids: Sequence[str],
+    priority: int = 0,
+    resumable: bool = False,
+    keep: Keep = "computed",
+) -> list[Submission]:
+    """What the engine is to run: one for each answer, with these ids of the intake's. Raises what it raises."""
+    return [
+        intake.submission(
+            prompt.token_ids,
+            answer_params(params, index),
+            request_id=request_id,
+            priority=priority,
+            cache_salt=prompt.cache_salt,
+            resumable=resumable,
+            keep=keep,
+        )
+        for index, request_id in enumerate(request_ids)
+    ]
 
 
 def split_prompts(prompts: object) -> list[object]:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from segue.answers.outputs import Delta, Prompt, RequestOutput, RequestTimes
 from segue.answers.processor import OutputProcessor
 from segue.answers.prompts import EncodedPrompt, encode_prompt
 from segue.contract.reports import EngineOutput, FinishReason, RequestMetrics
-from segue.engine.request import Keep
+from segue.engine.submission import Submission
 from segue.errors import EngineDead, ParameterError, RequestFailed, describe
 from segue.host.loop import Channel, EngineLoop
 from segue.sample.params import SamplingParams
@@ -37,6 +37,14 @@ class StreamingInput(msgspec.Struct, frozen=True):
     """May be empty, if it is not the first."""
     sampling_params: SamplingParams | None = None
     """How it is answered; None: as the call says."""
+
+
+class Submit(Protocol):
+    """Makes a prompt's submissions with what else the call asks for; see `submissions_of`."""
+
+    def __call__(
+        self, prompt: EncodedPrompt, params: SamplingParams, *, request_ids: Sequence[str]
+    ) -> list[Submission]: ...
 
 
 class _Turn(msgspec.Struct, eq=False):
@@ -71,7 +79,7 @@ class Answers:
         self._lock = threading.Lock()
         self._news = asyncio.Event()
         self._channels: dict[str, Channel] = {}
-        """By the processor's name of the answer."""
+        """By the engine request's id: one for each answer."""
         self._turns: deque[_Turn] = deque()
         """The first one is being answered; further ones are chunks that wait."""
         self._complete: deque[RequestOutput] = deque()
@@ -91,35 +99,46 @@ class Answers:
 
     # --- input: event loop ------------------------------------------------------------------------------------
 
-    def ask(self, prompt: EncodedPrompt, params: SamplingParams, *, priority: int) -> None:
+    def ask(self, prompt: EncodedPrompt, params: SamplingParams, submit: Submit) -> None:
         """Starts a request with one turn."""
         with self._lock:
-            processor = OutputProcessor(self._tokenizer)
-            engine_requests = processor.add(
-                self.request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids, params=params
-            )
-            for request in engine_requests:
-                self._channels[request.request_id] = self._engine_loop.open(
-                    prompt.token_ids,
-                    request.params,
-                    partial(self._on_output, request.request_id),
-                    priority=priority,
-                    cache_salt=prompt.cache_salt,
-                    on_engine_thread=True,
+            engine_ids = [self._engine_loop.intake.new_id(self.request_id) for _ in range(params.n)]
+            submissions = submit(prompt, params, request_ids=engine_ids)
+            processor = self._processor(prompt, params, engine_ids)
+            for submission in submissions:
+                self._channels[submission.request_id] = self._engine_loop.open(
+                    submission, partial(self._on_output, submission.request_id), on_engine_thread=True
                 )
             self._turns.append(_Turn(processor))
 
-    def read(
-        self, chunks: AsyncIterable[StreamingInput], params: SamplingParams, *, priority: int, keep: Keep
-    ) -> None:
+    def read(self, chunks: AsyncIterable[StreamingInput], params: SamplingParams, submit: Submit) -> None:
         """Starts a request whose turns are the chunks. Raises ParameterError for `params` that none can have."""
         _check_streaming(params)
-        channel = self._engine_loop.register(partial(self._on_output, self.request_id), on_engine_thread=True)
-        self._channels[self.request_id] = channel
-        self._reader = self.event_loop.create_task(self._read(aiter(chunks), params, priority, keep))
+        engine_id = self._engine_loop.intake.new_id(self.request_id)
+        self._channels[engine_id] = channel = self._engine_loop.register(
+            engine_id, partial(self._on_output, engine_id), on_engine_thread=True
+        )
+        self._reader = self.event_loop.create_task(self._read(channel, aiter(chunks), params, submit))
+
+    def _processor(
+        self, prompt: EncodedPrompt, params: SamplingParams, engine_ids: Sequence[str]
+    ) -> OutputProcessor:
+        processor = OutputProcessor(self._tokenizer)
+        processor.add(
+            self.request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            engine_ids=engine_ids,
+        )
+        return processor
 
     async def _read(
-        self, chunks: AsyncIterator[StreamingInput], params: SamplingParams, priority: int, keep: Keep
+        self,
+        channel: Channel,
+        chunks: AsyncIterator[StreamingInput],
+        params: SamplingParams,
+        submit: Submit,
     ) -> None:
         is_first = True
         try:
@@ -129,65 +148,54 @@ class Answers:
                 turn_params = chunk.sampling_params or params
                 _check_streaming(turn_params)
                 prompt = self._encode_chunk(chunk.prompt, is_first=is_first)
-                self._add_turn(prompt, turn_params, priority, keep, is_first=is_first)
+                self._add_turn(channel, prompt, turn_params, submit if is_first else None)
                 is_first = False
         except Exception as error:
             self._reader_is_done = True
             self._fail(error)
         else:
             self._reader_is_done = True
-            self._end_input(had_chunks=not is_first)
+            if is_first:
+                self._fail(None)
+            else:
+                channel.end_input()
         finally:
             if isinstance(chunks, AsyncGenerator):
                 await chunks.aclose()
 
     def _add_turn(
-        self, prompt: EncodedPrompt, params: SamplingParams, priority: int, keep: Keep, *, is_first: bool
+        self, channel: Channel, prompt: EncodedPrompt, params: SamplingParams, submit: Submit | None
     ) -> None:
-        processor = OutputProcessor(self._tokenizer)
-        processor.add(self.request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids, params=params)
-        channel = self._channels[self.request_id]
+        """`submit`: how the request is made, with the first turn."""
+        processor = self._processor(prompt, params, [channel.request_id])
         with self._lock:
             if self.ended:
                 return
-            if is_first:
-                channel.start(
-                    prompt.token_ids,
-                    params,
-                    priority=priority,
-                    cache_salt=prompt.cache_salt,
-                    resumable=True,
-                    keep=keep,
-                )
-            else:
+            if submit is None:
                 channel.add_chunk(prompt.token_ids, params)
+            else:
+                (submission,) = submit(prompt, params, request_ids=[channel.request_id])
+                channel.start(submission)
             self._turns.append(_Turn(processor))
 
     def _encode_chunk(self, prompt: Prompt | Sequence[int], *, is_first: bool) -> EncodedPrompt:
         return encode_prompt(self._tokenizer, prompt, add_special_tokens=is_first)
 
-    def _end_input(self, *, had_chunks: bool) -> None:
-        if had_chunks:
-            self._channels[self.request_id].end_input()
-        else:
-            self._fail(None)
-
     # --- output: engine thread --------------------------------------------------------------------------------
 
-    def _on_output(self, name: str, output: EngineOutput | EngineDead) -> None:
-        """Takes in an output of the answer of this name."""
+    def _on_output(self, engine_id: str, output: EngineOutput | EngineDead) -> None:
+        """Takes in an output of this engine request."""
         with self._lock:
             if self.ended:
                 return
             if isinstance(output, EngineDead):
                 self._end(output)
             else:
-                output.request_id = name
                 try:
                     self._take_in(output)
                 except Exception as error:  # of this request: those of others go on
                     self._end(RequestFailed(f"request {self.request_id} failed: {describe(error)}"))
-            self._channels[name].post(self._news.set)
+            self._channels[engine_id].post(self._news.set)
 
     def _take_in(self, output: EngineOutput) -> None:
         if not self._turns:
@@ -200,8 +208,8 @@ class Answers:
             turn.has_news = True
             self._add_delta(delta)
         if self._reader is None:  # with streaming input the engine's request goes on with the next turn
-            for name in processed.aborts:  # ended at a stop string, which the engine does not know
-                self._channels[name].abort()
+            for engine_id in processed.aborts:  # ended at a stop string, which the engine does not know
+                self._channels[engine_id].abort()
         if output.finish_reason is FinishReason.ERROR and output.finished:
             self._end(RequestFailed(f"request {self.request_id} failed: {output.error}"))
         elif turn.processor.is_finished(self.request_id):
@@ -280,8 +288,10 @@ class Answers:
                 return
             while self._turns:
                 turn = self._turns[0]
-                for name in self._channels:
-                    output = EngineOutput(request_id=name, finish_reason=FinishReason.ABORT, finished=True)
+                for engine_id in self._channels:
+                    output = EngineOutput(
+                        request_id=engine_id, finish_reason=FinishReason.ABORT, finished=True
+                    )
                     for delta in turn.processor.process((output,)).deltas:
                         self._add_delta(delta)
                 self._end_turn(last=len(self._turns) == 1)

@@ -7,7 +7,6 @@ A program drives it by `add_request`, `step` while `has_unfinished_requests()`, 
 thread-safe: one thread calls. The runtime executes the plans, in order, on whatever it has.
 """
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -18,10 +17,11 @@ import msgspec
 from segue.contract.reports import EngineOutput, EngineSnapshot, EngineStats, FinishReason, RequestMetrics
 from segue.contract.step import Runtime, SeqResult, StepHandle, StepResult
 from segue.engine.blocks import BlockPool
-from segue.engine.check import check_chunk, check_request, check_turn
+from segue.engine.check import check_turn
 from segue.engine.config import EngineConfig
-from segue.engine.request import Chunk, Keep, Request, State, Stop, Turn, default_seed
+from segue.engine.request import Chunk, Request, State, Stop, Turn
 from segue.engine.scheduler import Part, PlannedStep, Scheduler
+from segue.engine.submission import Intake, Submission, TokenIds
 from segue.engine.tables import Tables
 from segue.engine.timeline import Flight, Timeline
 from segue.errors import EngineDead, ParameterError, UsageError
@@ -42,21 +42,18 @@ class Engine:
 
     def __init__(self, runtime: Runtime, config: EngineConfig) -> None:
         self.config = config
-        self.vocab_size = runtime.vocab_size
+        self.intake = Intake(config, runtime.vocab_size)
         self.pool = BlockPool(config.num_kv_blocks, enable_caching=config.enable_prefix_caching)
         self.scheduler = Scheduler(config, self.pool)
         self.requests: dict[str, Request] = {}
         """Those that are not finished, by id."""
         self.on_plan: Callable[[list[str]], None] | None = None
         """Told, before each step is executed, which requests are in the steps in flight."""
-        self.knows_grammars = False
-        """Whether the caller has found all grammars to be right; to check one may take as long as many steps."""
         self._runtime = runtime
         self._in_flight: deque[_InFlight] = deque()
         self._unready: dict[Request, Turn] = {}
         """Those that wait until the runtime can draw for their turn."""
         self._num_steps = 0
-        self._num_requests = 0
         self._num_arrivals = 0
         self._totals = RequestMetrics()
         self._outputs: list[EngineOutput] = []
@@ -64,70 +61,37 @@ class Engine:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        resumable: bool = False,
-        keep: Keep = "computed",
-        num_output_tokens: int = 0,
-    ) -> None:
-        """Queue a request. A lower `priority` is served first under the priority policy.
-
-        `params=None`, for a resumable request, only prefills. The last `num_output_tokens` ids of the prompt are
-        output that another engine has given already: the answer goes on after them as it would have there. Raises
-        ParameterError, or CapacityError when it can never fit; then nothing was added.
-        """
-        self._check_new_id(request_id)
-        ids = check_request(
-            self.config,
-            self.vocab_size,
-            prompt_token_ids,
-            params,
-            resumable=resumable,
-            keep=keep,
-            knows_grammar=self.knows_grammars,
-        )
-        assert 0 <= num_output_tokens <= max(0, len(ids) - 1), "the prompt was not empty"
-        chunk = self._chunk(ids, params, num_output_tokens)
-        tables = Tables(self.pool, self.config.block_size, salt=cache_salt)
+    def add_request(self, submission: Submission) -> None:
+        """Queue a request. Raises ParameterError when its id is in use; then nothing was added."""
+        self._check_new_id(submission.request_id)
+        ids, params = submission.token_ids, submission.params
+        assert params is None or ids, "an empty prompt"
+        assert 0 <= submission.num_output_tokens <= max(0, len(ids) - 1), "the prompt was not empty"
+        chunk = self._chunk(ids, params, submission.num_output_tokens)
+        tables = Tables(self.pool, self.config.block_size, salt=submission.cache_salt)
         timeline = Timeline(tables, has_draft_model=self.config.has_draft_model)
-        request = self._request(request_id, timeline, priority, chunk.arrival, keep, resumable=resumable)
+        request = self._request(submission, timeline, chunk.arrival)
         request.chunks.append(chunk)
         self._go_on(request)
 
-    def _request(
-        self, request_id: str, timeline: Timeline, priority: int, arrival: int, keep: Keep, *, resumable: bool
-    ) -> Request:
+    def _request(self, submission: Submission, timeline: Timeline, arrival: int) -> Request:
         speculative = self.config.speculative
-        adaptive = speculative is not None and speculative.adaptive
-        request = Request(
-            request_id,
-            timeline,
-            priority=priority,
-            arrival=arrival,
-            default_seed=default_seed(self.config.seed, self._num_requests),
-            keep=keep,
-            resumable=resumable,
-            adaptive=AdaptiveDrafts(self.config.num_speculative_tokens) if adaptive else None,
-        )
-        self._num_requests += 1
-        self.requests[request_id] = request
+        adaptive = None
+        if speculative is not None and speculative.adaptive:
+            adaptive = AdaptiveDrafts(speculative.num_speculative_tokens)
+        request = Request(submission, timeline, arrival=arrival, adaptive=adaptive)
+        self.requests[request.id] = request
         return request
 
-    def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
-        """More input for a resumable request, queued while a turn runs. `params=None` only prefills.
+    def add_chunk(self, request_id: str, token_ids: TokenIds, params: SamplingParams | None) -> None:
+        """More input (see `Intake.chunk`) for a resumable request, queued while a turn runs. `params=None` only
+        prefills.
 
         A chunk that turns out not to fit after the history, now or when its turn comes, is left out: an output with
         `FinishReason.ERROR` that is not `finished` says so, and the request goes on as if it had not been sent.
         """
         request = self._open_request(request_id)
-        ids = check_chunk(self.config, self.vocab_size, token_ids, params, knows_grammar=self.knows_grammars)
-        request.chunks.append(self._chunk(ids, params))
+        request.chunks.append(self._chunk(token_ids, params))
         if request.turn is None:
             self._go_on(request)
 
@@ -147,8 +111,11 @@ class Engine:
         request.truncate(num_tokens)
         self._go_on(request)
 
-    def fork(self, request_id: str, new_request_id: str, num_tokens: int | None = None) -> None:
-        """Start another resumable request with the first `num_tokens` tokens (None: all) of one's history.
+    def fork(
+        self, request_id: str, new_request_id: str, num_tokens: int | None = None, *, default_seed: int
+    ) -> None:
+        """Start another resumable request with the first `num_tokens` tokens (None: all) of one's history. Its id and
+        its seed are the `Intake`'s.
 
         It shares the KV blocks; whichever of the two writes to a shared block first gets a copy of it.
         """
@@ -161,9 +128,8 @@ class Engine:
             raise ParameterError("num_tokens", num_tokens, f"must be in [0, {known}], the history there is")
         timeline = source.timeline.fork(num_tokens, whole_blocks=source.state is State.RUNNING)
         self._num_arrivals += 1
-        request = self._request(
-            new_request_id, timeline, source.priority, self._num_arrivals, source.keep, resumable=True
-        )
+        submission = source.submission.forked(new_request_id, default_seed)
+        request = self._request(submission, timeline, self._num_arrivals)
         request.num_prompt_tokens = num_tokens
         self._go_on(request)
 
@@ -195,7 +161,7 @@ class Engine:
             raise ParameterError("request_id", request_id, "is no request with open input")
         return request
 
-    def _chunk(self, ids: "array[int]", params: SamplingParams | None, num_output_tokens: int = 0) -> Chunk:
+    def _chunk(self, ids: TokenIds, params: SamplingParams | None, num_output_tokens: int = 0) -> Chunk:
         self._num_arrivals += 1
         return Chunk(ids, params, self._num_arrivals, num_output_tokens)
 

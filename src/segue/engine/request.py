@@ -1,6 +1,5 @@
 """A request: a timeline, the turn that is being answered, and the input that waits for the next one."""
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -11,11 +10,10 @@ import msgspec
 from segue.contract.reports import FinishReason, RequestMetrics, RequestSnapshot
 from segue.contract.step import Sampling, TokenLogprobs
 from segue.engine.config import EngineConfig
+from segue.engine.submission import Submission, TokenIds
 from segue.engine.timeline import Timeline
 from segue.sample.params import SamplingParams
 from segue.speculate.adaptive import AdaptiveDrafts
-
-Keep = Literal["computed", "all"]
 
 
 class State(Enum):
@@ -41,7 +39,7 @@ _STATE_NAMES: dict[State, Literal["waiting", "running", "idle"]] = {
 class Chunk(msgspec.Struct, frozen=True):
     """Input that arrives at once. Without `params` it is only prefilled."""
 
-    token_ids: "array[int]"
+    token_ids: TokenIds
     params: SamplingParams | None
     arrival: int
     num_output_tokens: int = 0
@@ -118,40 +116,25 @@ class Request:
         "admitted_len",
         "arrival",
         "chunks",
-        "default_seed",
-        "id",
         "input_open",
-        "keep",
         "metrics",
         "num_prompt_tokens",
-        "priority",
         "prompt_logprobs",
         "reserve",
         "state",
+        "submission",
         "timeline",
         "turn",
     )
 
     def __init__(
-        self,
-        request_id: str,
-        timeline: Timeline,
-        *,
-        priority: int,
-        arrival: int,
-        default_seed: int,
-        keep: Keep,
-        resumable: bool,
-        adaptive: AdaptiveDrafts | None,
+        self, submission: Submission, timeline: Timeline, *, arrival: int, adaptive: AdaptiveDrafts | None
     ) -> None:
-        self.id = request_id
+        self.submission = submission
         self.timeline = timeline
-        self.priority = priority
         self.arrival = arrival
         """Of the chunk that is being served: the order under FCFS."""
-        self.default_seed = default_seed
-        self.keep = keep
-        self.input_open = resumable
+        self.input_open = submission.resumable
         self.adaptive = adaptive
         self.chunks: deque[Chunk] = deque()
         """Input for later turns, in order."""
@@ -167,6 +150,14 @@ class Request:
         self.metrics = RequestMetrics()
 
     @property
+    def id(self) -> str:
+        return self.submission.request_id
+
+    @property
+    def priority(self) -> int:
+        return self.submission.priority
+
+    @property
     def target(self) -> int:
         """How far its known tokens are to be computed. The last one is left for the step that samples."""
         length = len(self.timeline.tokens)
@@ -180,7 +171,7 @@ class Request:
     def end_turn(self) -> None:
         """Leave the turn: what flies is stale, and history is cut to what outlives it."""
         timeline = self.timeline
-        kept = timeline.kv_len if self.keep == "computed" else len(timeline.tokens)
+        kept = timeline.kv_len if self.submission.keep == "computed" else len(timeline.tokens)
         self.turn = None
         self.prompt_logprobs = None
         timeline.cut(kept, kept)
@@ -205,7 +196,7 @@ class Request:
         self.num_prompt_tokens = length
         if chunk.params is not None:
             start = length - chunk.num_output_tokens
-            self.turn = Turn.begin(chunk.params, start, config, self.default_seed)
+            self.turn = Turn.begin(chunk.params, start, config, self.submission.default_seed)
             if self.turn.num_prompt_logprobs is not None:
                 self.prompt_logprobs = [None] * length
 
@@ -226,13 +217,3 @@ class Request:
     def snapshot(self) -> RequestMetrics:
         """The metrics so far, as a value that does not change any more."""
         return msgspec.structs.replace(self.metrics)
-
-
-def default_seed(engine_seed: int, number: int) -> int:
-    """The seed of an engine's request `number`, if it brings none: 64 bits, well spread (SplitMix64, Steele et al.
-    2014)."""
-    mask = 2**64 - 1
-    z = (engine_seed + (number + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)

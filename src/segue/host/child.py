@@ -15,6 +15,7 @@ from segue.contract.reports import EngineOutput, FinishReason
 from segue.errors import SegueError, UsageError
 from segue.host import wire
 from segue.host.client import EngineClient
+from segue.host.journal import subject
 
 BEAT_S = 1.0
 
@@ -67,8 +68,7 @@ def _serve(pair: "zmq.Socket[bytes]", notes: wire.Notes) -> None:
         return
     assert isinstance(engine, Engine)
     engine.on_plan = notes.write
-    engine.knows_grammars = True  # the parent's `check_request` has seen them
-    pair.send(wire.encode(wire.Ready(engine.config, engine.vocab_size, engine.stats)))
+    pair.send(wire.encode(wire.Ready(engine.config, engine.intake.vocab_size, engine.stats)))
     num_carried_out = 0
     while True:
         outputs: list[EngineOutput] = []
@@ -105,7 +105,8 @@ def _carry_out(engine: EngineClient, call: object) -> EngineOutput | None:
     except UsageError as error:
         # The parent has checked what it can, so the history is shorter than it thinks, or the request has just ended.
         # Nobody waits for an answer: the request fails, or it is not known any more and the output goes nowhere.
-        request_id = arguments.get("new_request_id", arguments["request_id"])
+        request_id = subject(call)
+        assert request_id is not None
         engine.abort_request(request_id)
         return EngineOutput(
             request_id=request_id, finish_reason=FinishReason.ERROR, finished=True, error=str(error)

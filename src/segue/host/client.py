@@ -1,12 +1,11 @@
 """What front ends need of an engine, wherever it runs: `Engine` and `EngineProcess` both have it."""
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
 from segue.contract.reports import EngineOutput, EngineSnapshot, EngineStats
 from segue.engine.config import EngineConfig
-from segue.engine.request import Keep
+from segue.engine.submission import Intake, Submission, TokenIds
 from segue.sample.params import SamplingParams
 
 EngineState = Literal["running", "restarting", "dead"]
@@ -25,7 +24,9 @@ class EngineClient(Protocol):
     def config(self) -> EngineConfig: ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def intake(self) -> Intake:
+        """Any thread may ask it for the submissions, chunks and ids that the calls below take."""
+        ...
 
     @property
     def state(self) -> EngineState:
@@ -42,23 +43,15 @@ class EngineClient(Protocol):
         """After the last step. Waits for nothing."""
         ...
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        resumable: bool = False,
-        keep: Keep = "computed",
-    ) -> None: ...
+    def add_request(self, submission: Submission) -> None: ...
 
-    def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None: ...
+    def add_chunk(self, request_id: str, token_ids: TokenIds, params: SamplingParams | None) -> None: ...
 
     def truncate(self, request_id: str, num_tokens: int) -> None: ...
 
-    def fork(self, request_id: str, new_request_id: str, num_tokens: int | None = None) -> None: ...
+    def fork(
+        self, request_id: str, new_request_id: str, num_tokens: int | None = None, *, default_seed: int
+    ) -> None: ...
 
     def end_input(self, request_id: str) -> None: ...
 

@@ -4,7 +4,7 @@
                        └──── carried out: `requests` ───────┘  └──── `unconfirmed` ────┘
 
 An answer is the same bit for bit however it is computed, so a request that is added again with its history, its
-output so far included, goes on exactly as it would have. Calls and outputs are those on the wire, with its ids.
+output so far included, goes on exactly as it would have. Calls and outputs are those on the wire.
 """
 
 from array import array
@@ -16,7 +16,7 @@ import msgspec
 from segue.contract.reports import EngineOutput, FinishReason
 from segue.engine.check import check_turn
 from segue.engine.config import EngineConfig
-from segue.engine.request import Keep
+from segue.engine.submission import Submission, TokenIds
 from segue.errors import UsageError
 from segue.host import wire
 from segue.sample.params import SamplingParams
@@ -25,19 +25,16 @@ from segue.sample.params import SamplingParams
 class _Input(msgspec.Struct, frozen=True):
     """A chunk that waits for its turn."""
 
-    token_ids: Sequence[int]
+    token_ids: TokenIds
     params: SamplingParams | None
 
 
 class HeldRequest(msgspec.Struct, eq=False, kw_only=True):
     """An unfinished request, as the engine holds it."""
 
-    request_id: str
-    priority: int
-    cache_salt: str | None
-    resumable: bool
-    keep: Keep
-    tokens: "array[int]"
+    submission: Submission
+    """As it was made; what has become of it is in the other fields."""
+    tokens: TokenIds
     """The history: prompt and output."""
     params: SamplingParams | None = None
     """Of the turn that is being answered; None between turns."""
@@ -66,12 +63,13 @@ class HeldRequest(msgspec.Struct, eq=False, kw_only=True):
         self.tokens.extend(output.token_ids)
         if output.finish_reason is not None:
             self.params = None
-            if self.keep == "computed":
+            if self.submission.keep == "computed":
                 self.tokens.pop()
             self.fold(config)
 
     def calls(self) -> list[msgspec.Struct]:
         """What makes an engine that does not know the request hold it like this."""
+        request_id = self.submission.request_id
         params, num_output_tokens = self.params, 0
         if params is not None:
             num_output_tokens = len(self.tokens) - self.output_start
@@ -79,24 +77,18 @@ class HeldRequest(msgspec.Struct, eq=False, kw_only=True):
             params = msgspec.structs.replace(params, prompt_logprobs=None)  # they came with the first token
         calls = [
             wire.CALL_TYPES["add_request"](
-                request_id=self.request_id,
-                prompt_token_ids=self.tokens[:],
-                params=params,
-                priority=self.priority,
-                cache_salt=self.cache_salt,
-                resumable=self.resumable,
-                keep=self.keep,
-                num_output_tokens=num_output_tokens,
+                msgspec.structs.replace(
+                    self.submission,
+                    token_ids=self.tokens[:],
+                    params=params,
+                    num_output_tokens=num_output_tokens,
+                )
             )
         ]
         for chunk in self.chunks:
-            calls.append(
-                wire.CALL_TYPES["add_chunk"](
-                    request_id=self.request_id, token_ids=chunk.token_ids, params=chunk.params
-                )
-            )
+            calls.append(wire.CALL_TYPES["add_chunk"](request_id, chunk.token_ids, chunk.params))
         if self.input_ended:
-            calls.append(wire.CALL_TYPES["end_input"](request_id=self.request_id))
+            calls.append(wire.CALL_TYPES["end_input"](request_id))
         return calls
 
 
@@ -108,31 +100,14 @@ class _Engine:
         self.requests: dict[str, HeldRequest] = {}
         self._config = config
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None,
-        priority: int,
-        cache_salt: str | None,
-        resumable: bool,
-        keep: Keep,
-        num_output_tokens: int,
-    ) -> None:
-        assert num_output_tokens == 0, "a caller's request is new"
-        request = HeldRequest(
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            resumable=resumable,
-            keep=keep,
-            tokens=array("i"),
-        )
-        request.chunks.append(_Input(prompt_token_ids, params))
+    def add_request(self, submission: Submission) -> None:
+        assert submission.num_output_tokens == 0, "a caller's request is new"
+        request = HeldRequest(submission=submission, tokens=array("i"))
+        request.chunks.append(_Input(submission.token_ids, submission.params))
         request.fold(self._config)
-        self.requests[request_id] = request
+        self.requests[submission.request_id] = request
 
-    def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
+    def add_chunk(self, request_id: str, token_ids: TokenIds, params: SamplingParams | None) -> None:
         request = self.requests.get(request_id)
         if request is not None:
             request.chunks.append(_Input(token_ids, params))
@@ -145,18 +120,12 @@ class _Engine:
             request.params = None
             request.chunks.clear()
 
-    def fork(self, request_id: str, new_request_id: str, num_tokens: int | None) -> None:
+    def fork(self, request_id: str, new_request_id: str, num_tokens: int | None, default_seed: int) -> None:
         source = self.requests.get(request_id)
         if source is None or (num_tokens is not None and num_tokens > len(source.tokens)):
             return
-        self.requests[new_request_id] = HeldRequest(
-            request_id=new_request_id,
-            priority=source.priority,
-            cache_salt=source.cache_salt,
-            resumable=True,
-            keep=source.keep,
-            tokens=source.tokens[:num_tokens],
-        )
+        submission = source.submission.forked(new_request_id, default_seed)
+        self.requests[new_request_id] = HeldRequest(submission=submission, tokens=source.tokens[:num_tokens])
 
     def end_input(self, request_id: str) -> None:
         request = self.requests.get(request_id)
@@ -174,9 +143,16 @@ _ADD_REQUEST = wire.CALL_TYPES["add_request"]
 _FORK = wire.CALL_TYPES["fork"]
 
 
-def _subject(call: msgspec.Struct) -> object:
+def subject(call: msgspec.Struct) -> str | None:
     """The request that a call is about, or that it makes."""
-    return getattr(call, "new_request_id", None) or getattr(call, "request_id", None)
+    match call:
+        case _ADD_REQUEST():
+            submission: Submission = getattr(call, "submission")  # noqa: B009 - its type is made at run time
+            return submission.request_id
+        case _FORK():
+            return str(getattr(call, "new_request_id"))  # noqa: B009
+        case _:
+            return getattr(call, "request_id", None)
 
 
 class Journal:
@@ -198,7 +174,7 @@ class Journal:
     @property
     def unfinished(self) -> list[str]:
         """The ids of these, and of those that an unconfirmed call makes."""
-        new = (_subject(call) for call in self.unconfirmed if isinstance(call, _ADD_REQUEST | _FORK))
+        new = (subject(call) for call in self.unconfirmed if isinstance(call, _ADD_REQUEST | _FORK))
         return list(dict.fromkeys((*self.requests, *map(str, new))))
 
     @property
@@ -224,7 +200,7 @@ class Journal:
         """The request is known to the engine, whatever else of the unconfirmed is not. Only a fork is not taken for
         that: what it starts with depends on the calls before it."""
         for index, call in enumerate(self._unconfirmed):
-            if isinstance(call, _ADD_REQUEST) and _subject(call) == request_id:
+            if isinstance(call, _ADD_REQUEST) and subject(call) == request_id:
                 self._carry_out(call)
                 self._unconfirmed[index] = None
 
@@ -232,7 +208,7 @@ class Journal:
         """Nothing more is to be done about the request."""
         self.requests.pop(request_id, None)
         for index, call in enumerate(self._unconfirmed):
-            if call is not None and _subject(call) == request_id:
+            if call is not None and subject(call) == request_id:
                 self._unconfirmed[index] = None
 
     def start_over(self) -> None:

@@ -10,7 +10,6 @@ A `Channel` is one request's line: commands go out in the order of the calls, ou
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import queue
 import threading
@@ -20,8 +19,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from segue.contract.reports import EngineOutput, EngineSnapshot, EngineStats, FinishReason
-from segue.engine.check import check_chunk, check_request
-from segue.engine.request import Keep
+from segue.engine.submission import Submission
 from segue.errors import EngineDead, ParameterError, UsageError
 from segue.host.client import EngineClient, EngineState
 from segue.sample.params import SamplingParams
@@ -63,41 +61,17 @@ class Channel:
         self._handler = handler
         self._on_engine_thread = on_engine_thread
 
-    def start(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams | None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        resumable: bool = False,
-        keep: Keep = "computed",
-    ) -> None:
-        """The first command. Raises ParameterError, CapacityError or EngineDead; then nothing was started."""
+    def start(self, submission: Submission) -> None:
+        """The first command. Raises EngineDead; then nothing was started."""
+        assert submission.request_id == self.request_id
         self._check_open()
-        client = self._loop.client
-        ids = check_request(
-            client.config, client.vocab_size, token_ids, params, resumable=resumable, keep=keep
-        )
-        self._loop.open_command(
-            self,
-            lambda: client.add_request(
-                self.request_id,
-                ids,
-                params,
-                priority=priority,
-                cache_salt=cache_salt,
-                resumable=resumable,
-                keep=keep,
-            ),
-        )
+        self._loop.open_command(self, lambda: self._loop.client.add_request(submission))
 
     def add_chunk(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
         """More input; without `params` it is only prefilled. Raises ParameterError, CapacityError, EngineDead."""
         self._check_open()
-        client = self._loop.client
-        ids = check_chunk(client.config, client.vocab_size, token_ids, params)
-        self._loop.command(self, lambda: client.add_chunk(self.request_id, ids, params))
+        ids = self._loop.intake.chunk(token_ids, params)
+        self._loop.command(self, lambda: self._loop.client.add_chunk(self.request_id, ids, params))
 
     def truncate(self, num_tokens: int) -> None:
         """Cut the history to its first `num_tokens` tokens; a running turn ends with `FinishReason.ABORT`."""
@@ -108,15 +82,17 @@ class Channel:
         self,
         handler: Handler,
         *,
-        new_request_id: str | None = None,
+        name: str | None = None,
         num_tokens: int | None = None,
         on_engine_thread: bool = False,
     ) -> "Channel":
         """Another resumable request that starts with the first `num_tokens` tokens (None: all) of the history."""
         self._check_open()
-        new = self._loop.register(handler, request_id=new_request_id, on_engine_thread=on_engine_thread)
+        intake, client = self._loop.intake, self._loop.client
+        new = self._loop.register(intake.new_id(name), handler, on_engine_thread=on_engine_thread)
+        seed = intake.next_seed()
         self._loop.open_command(
-            new, lambda: self._loop.client.fork(self.request_id, new.request_id, num_tokens)
+            new, lambda: client.fork(self.request_id, new.request_id, num_tokens, default_seed=seed)
         )
         return new
 
@@ -160,12 +136,12 @@ class EngineLoop:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
         """Outside the engine thread, only what any thread may ask."""
+        self.intake = client.intake
         self._stats = client.stats
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._numbers = itertools.count()
         self._lock = threading.RLock()  # reentrant, for destructors
         self._open: dict[str, Channel] = {}
-        """Ids in use, as callers see it; under the lock."""
+        """By request id; under the lock."""
         self._calls: set[Future[Any]] = set()
         """Not answered yet."""
         self._dead: EngineDead | None = None
@@ -179,49 +155,24 @@ class EngineLoop:
 
     # --- any thread -------------------------------------------------------------------------------------------
 
-    def open(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams | None,
-        handler: Handler,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        resumable: bool = False,
-        keep: Keep = "computed",
-        on_engine_thread: bool = False,
-    ) -> Channel:
-        """Start a request, from a running event loop, on which its handler is called; on the engine thread with
-        `on_engine_thread`. Without `params` it is only prefilled.
-
-        Raises ParameterError, CapacityError or EngineDead; then nothing was started.
+    def open(self, submission: Submission, handler: Handler, *, on_engine_thread: bool = False) -> Channel:
+        """Start a request of `intake`, from a running event loop, on which its handler is called; on the engine thread
+        with `on_engine_thread`. Raises ParameterError when its id is in use, and EngineDead; then nothing was started.
         """
-        channel = self.register(handler, request_id=request_id, on_engine_thread=on_engine_thread)
+        channel = self.register(submission.request_id, handler, on_engine_thread=on_engine_thread)
         try:
-            channel.start(
-                token_ids,
-                params,
-                priority=priority,
-                cache_salt=cache_salt,
-                resumable=resumable,
-                keep=keep,
-            )
+            channel.start(submission)
         except BaseException:
             self.release(channel)
             raise
         return channel
 
-    def register(
-        self, handler: Handler, *, request_id: str | None = None, on_engine_thread: bool = False
-    ) -> Channel:
+    def register(self, request_id: str, handler: Handler, *, on_engine_thread: bool = False) -> Channel:
         """A channel whose request is started later. Its id is taken: ParameterError if it was already."""
         event_loop = asyncio.get_running_loop()
         with self._lock:
             self.check_alive()
-            if request_id is None:
-                request_id = next(name for name in map(str, self._numbers) if name not in self._open)
-            elif request_id in self._open:
+            if request_id in self._open:
                 raise ParameterError("request_id", request_id, "is in use by an unfinished request")
             channel = Channel(self, request_id, handler, event_loop, on_engine_thread=on_engine_thread)
             self._open[request_id] = channel

@@ -1,7 +1,7 @@
 """The engine in a process of its own, so that JSON, tokenising and a busy event loop never hold up a step.
 
     EngineProcess                     child.py
-      calls, checked here   ──ipc──▶  Engine: the calls, in order, between two steps
+      calls                 ──ipc──▶  Engine: the calls, in order, between two steps
       step() → outputs      ◀──ipc──  what each step brought, and how many calls came before it
       pipe, never written   ──────▶   stdin: at its end the parent is gone, and the child ends
 
@@ -12,7 +12,6 @@ by a later `step`.
 import itertools
 import pickle
 import weakref
-from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from segue.contract.reports import EngineOutput, EngineSnapshot, EngineStats
-from segue.engine.check import check_chunk, check_request
-from segue.engine.request import Keep, default_seed
+from segue.engine.submission import Intake, Submission, TokenIds
 from segue.errors import EngineDead, ParameterError, SegueError
 from segue.host import wire
 from segue.host.client import EngineState
@@ -34,16 +32,6 @@ if TYPE_CHECKING:
 
 WAIT_S = 0.2
 """The longest that a `step` waits, and how often it looks whether the other process still lives."""
-
-
-class _Remote(msgspec.Struct, eq=False):
-    """An unfinished request of the child's engine."""
-
-    request_id: str
-    wire_id: str
-    """Never used again, so that outputs that were under way at an abort reach nobody else."""
-    input_open: bool
-    default_seed: int
 
 
 class EngineProcess:
@@ -61,10 +49,9 @@ class EngineProcess:
         """
         self._waker = Waker()
         self._release = weakref.finalize(self, self._waker.close)
-        self._remotes: dict[str, _Remote] = {}
-        """By request id."""
-        self._remotes_by_wire: dict[str, _Remote] = {}
-        self._num_remotes = 0
+        self._is_open: dict[str, bool] = {}
+        """The unfinished requests, and whether more input may come. What comes from others was under way when they
+        were aborted."""
         self._num_sent = 0
         """Calls, and of these carried out before the last step that `step` returned:"""
         self._num_carried_out = 0
@@ -86,7 +73,7 @@ class EngineProcess:
             self.close()
             raise
         self.config = ready.config
-        self.vocab_size = ready.vocab_size
+        self.intake = Intake(ready.config, ready.vocab_size)
         self._stats = ready.stats
 
     def _load(self) -> wire.Ready:
@@ -105,91 +92,49 @@ class EngineProcess:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams | None,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        resumable: bool = False,
-        keep: Keep = "computed",
-    ) -> None:
+    def add_request(self, submission: Submission) -> None:
         """As `Engine.add_request`, with the same errors."""
-        self._check_unused(request_id)
-        ids = check_request(
-            self.config, self.vocab_size, prompt_token_ids, params, resumable=resumable, keep=keep
-        )
-        remote = self._add_remote(request_id, input_open=resumable)
-        self._call(
-            "add_request",
-            request_id=remote.wire_id,
-            prompt_token_ids=ids,
-            params=_with_seed(params, remote),
-            priority=priority,
-            cache_salt=cache_salt,
-            resumable=resumable,
-            keep=keep,
-            num_output_tokens=0,
-        )
+        self._check_unused(submission.request_id)
+        self._call("add_request", submission)
+        self._is_open[submission.request_id] = submission.resumable
 
-    def add_chunk(self, request_id: str, token_ids: Sequence[int], params: SamplingParams | None) -> None:
+    def add_chunk(self, request_id: str, token_ids: TokenIds, params: SamplingParams | None) -> None:
         """As `Engine.add_chunk`."""
-        remote = self._open_remote(request_id)
-        ids = check_chunk(self.config, self.vocab_size, token_ids, params)
-        params = _with_seed(params, remote)
-        self._call("add_chunk", request_id=remote.wire_id, token_ids=ids, params=params)
+        self._check_open(request_id)
+        self._call("add_chunk", request_id, token_ids, params)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
         """As `Engine.truncate`, but more tokens than there are fail the request."""
-        self._call("truncate", request_id=self._open_remote(request_id).wire_id, num_tokens=num_tokens)
+        self._check_open(request_id)
+        self._call("truncate", request_id, num_tokens)
 
-    def fork(self, request_id: str, new_request_id: str, num_tokens: int | None = None) -> None:
+    def fork(
+        self, request_id: str, new_request_id: str, num_tokens: int | None = None, *, default_seed: int
+    ) -> None:
         """As `Engine.fork`, but more tokens than there are fail the new request."""
-        source = self._open_remote(request_id)
+        self._check_open(request_id)
         self._check_unused(new_request_id)
-        self._call(
-            "fork",
-            request_id=source.wire_id,
-            new_request_id=self._add_remote(new_request_id, input_open=True).wire_id,
-            num_tokens=num_tokens,
-        )
+        self._call("fork", request_id, new_request_id, num_tokens, default_seed)
+        self._is_open[new_request_id] = True
 
     def end_input(self, request_id: str) -> None:
         """As `Engine.end_input`."""
-        remote = self._open_remote(request_id)
-        remote.input_open = False
-        self._call("end_input", request_id=remote.wire_id)
+        self._check_open(request_id)
+        self._is_open[request_id] = False
+        self._call("end_input", request_id)
 
     def abort_request(self, request_id: str) -> None:
         """As `Engine.abort_request`."""
-        remote = self._remotes.get(request_id)
-        if remote is not None:
-            self._forget(remote)
-            self._call("abort_request", request_id=remote.wire_id)
+        if self._is_open.pop(request_id, None) is not None:
+            self._call("abort_request", request_id)
 
     def _check_unused(self, request_id: str) -> None:
-        if request_id in self._remotes:
+        if request_id in self._is_open:
             raise ParameterError("request_id", request_id, "is in use by an unfinished request")
 
-    def _open_remote(self, request_id: str) -> _Remote:
-        remote = self._remotes.get(request_id)
-        if remote is None or not remote.input_open:
+    def _check_open(self, request_id: str) -> None:
+        if not self._is_open.get(request_id, False):
             raise ParameterError("request_id", request_id, "is no request with open input")
-        return remote
-
-    def _add_remote(self, request_id: str, *, input_open: bool) -> _Remote:
-        self._check_alive()
-        seed = default_seed(self.config.seed, self._num_remotes)
-        remote = _Remote(request_id, str(self._num_remotes), input_open, seed)
-        self._num_remotes += 1
-        self._remotes[request_id] = self._remotes_by_wire[remote.wire_id] = remote
-        return remote
-
-    def _forget(self, remote: _Remote) -> None:
-        del self._remotes[remote.request_id]
-        del self._remotes_by_wire[remote.wire_id]
 
     # --- the step ---------------------------------------------------------------------------------------------
 
@@ -220,13 +165,11 @@ class EngineProcess:
         return []
 
     def _take_output(self, output: EngineOutput) -> bool:
-        """Puts the caller's id in. False when the request was aborted meanwhile."""
-        remote = self._remotes_by_wire.get(output.request_id)
-        if remote is None:
+        """False when the request was aborted meanwhile."""
+        if output.request_id not in self._is_open:
             return False
-        output.request_id = remote.request_id
         if output.finished:
-            self._forget(remote)
+            del self._is_open[output.request_id]
         return True
 
     def wake(self) -> None:
@@ -259,21 +202,16 @@ class EngineProcess:
         that have ended are left out."""
         self._check_alive()
         answer: Future[EngineSnapshot] = Future()
-        remote = self._remotes.get(request_id) if request_id is not None else None
-        if request_id is not None and remote is None:
+        if request_id is not None and request_id not in self._is_open:
             answer.set_result(EngineSnapshot(requests=[], cached_blocks=[]))
             return answer
         number = next(self._numbers)
         self._questions[number] = answer
-        self._connection.send(wire.AskSnapshot(number, remote.wire_id if remote is not None else None))
+        self._connection.send(wire.AskSnapshot(number, request_id))
         return answer
 
     def _answer(self, message: wire.Snapshot) -> None:
-        known = [
-            msgspec.structs.replace(each, request_id=self._remotes_by_wire[each.request_id].request_id)
-            for each in message.snapshot.requests
-            if each.request_id in self._remotes_by_wire
-        ]
+        known = [each for each in message.snapshot.requests if each.request_id in self._is_open]
         answer = self._questions.pop(message.number)
         if answer.set_running_or_notify_cancel():
             answer.set_result(msgspec.structs.replace(message.snapshot, requests=known))
@@ -290,9 +228,9 @@ class EngineProcess:
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _call(self, method: str, **arguments: object) -> None:
+    def _call(self, method: str, *arguments: object) -> None:
         self._check_alive()
-        self._connection.send(wire.CALL_TYPES[method](**arguments))
+        self._connection.send(wire.CALL_TYPES[method](*arguments))
         self._num_sent += 1
 
     def _check_alive(self) -> None:
@@ -306,10 +244,3 @@ class EngineProcess:
         self._dead = why
         self.close()
         raise EngineDead(why)
-
-
-def _with_seed(params: SamplingParams | None, remote: _Remote) -> SamplingParams | None:
-    """The same parameters with the seed that the child would choose: another child would choose another."""
-    if params is None or params.seed is not None:
-        return params
-    return msgspec.structs.replace(params, seed=remote.default_seed)

@@ -92,7 +92,7 @@ class RestartingConnection:
         """When the pause is over, by the monotonic clock; and when the engine was loaded:"""
         self._loaded_s = 0.0
         self._strikes: dict[str, int] = {}
-        """By wire id: at how many ends it was in flight, since it said something."""
+        """By request id: at how many ends it was in flight, since it said something."""
         self._suspects: deque[str] = deque()
         """To be tried."""
         self._on_trial: str | None = None
@@ -252,13 +252,15 @@ class RestartingConnection:
     def _refuse_all(self, why: str) -> None:
         self._refuse(self._journal.unfinished, why)
 
-    def _refuse(self, wire_ids: list[str], why: str) -> None:
+    def _refuse(self, request_ids: list[str], why: str) -> None:
         refusals = []
-        for wire_id in wire_ids:
-            self._strikes.pop(wire_id, None)
-            self._journal.refuse(wire_id)
+        for request_id in request_ids:
+            self._strikes.pop(request_id, None)
+            self._journal.refuse(request_id)
             refusals.append(
-                EngineOutput(request_id=wire_id, finish_reason=FinishReason.ERROR, finished=True, error=why)
+                EngineOutput(
+                    request_id=request_id, finish_reason=FinishReason.ERROR, finished=True, error=why
+                )
             )
         if refusals:
             self._say(refusals, has_unfinished=bool(self._journal.requests))
@@ -287,8 +289,8 @@ class RestartingConnection:
             self._tell(self._on_trial)
             return
         self._on_trial = None
-        for wire_id in [each for each in self._untold if each in self._journal.requests]:
-            self._tell(wire_id)
+        for request_id in [each for each in self._untold if each in self._journal.requests]:
+            self._tell(request_id)
         unconfirmed = self._journal.unconfirmed
         for message in (*unconfirmed, *self._questions.values()):
             self._inner.send(message)
@@ -296,9 +298,9 @@ class RestartingConnection:
         # Where it begins; and an engine that has nothing to do will not say that all was carried out.
         self._say([], has_unfinished=bool(self._journal.requests or unconfirmed))
 
-    def _tell(self, wire_id: str) -> None:
-        self._untold.remove(wire_id)
-        for call in self._journal.requests[wire_id].calls():
+    def _tell(self, request_id: str) -> None:
+        self._untold.remove(request_id)
+        for call in self._journal.requests[request_id].calls():
             self._inner.send(call)
             self._num_resubmitted += 1
 

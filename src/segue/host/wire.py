@@ -100,11 +100,19 @@ def _encode_array(value: object) -> object:
     raise NotImplementedError(type(value))
 
 
+def _decode_array(kind: type, value: object) -> object:
+    assert kind is array
+    assert isinstance(value, list)
+    return array("i", value)
+
+
 CALL_TYPES = {method: _call_type(method) for method in CALLS}
 FromChild = Connected | Ready | NotLoaded | Progress | Snapshot | Failed
 
 encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
-decode_to_child = msgspec.msgpack.Decoder(reduce(or_, CALL_TYPES.values(), Start | AskSnapshot)).decode
+decode_to_child = msgspec.msgpack.Decoder(
+    reduce(or_, CALL_TYPES.values(), Start | AskSnapshot), dec_hook=_decode_array
+).decode
 decode_from_child: "Callable[[bytes], FromChild]" = msgspec.msgpack.Decoder(FromChild).decode
 
 

@@ -16,11 +16,17 @@ from types import TracebackType
 from typing import Self, Unpack
 
 from segue.answers.outputs import Delta, Prompt, RequestOutput
-from segue.answers.prompts import EncodedPrompt, checked_params, checked_priority, encode_prompt
+from segue.answers.prompts import (
+    EncodedPrompt,
+    checked_params,
+    checked_priority,
+    encode_prompt,
+    submissions_of,
+)
 from segue.answers.stream import Answers, AnswerStream, StreamingInput
 from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineSnapshot, EngineStats
-from segue.engine.request import Keep
+from segue.engine.submission import Keep
 from segue.errors import ParameterError
 from segue.host.build import load
 from segue.host.loop import EngineLoop
@@ -214,12 +220,13 @@ class AsyncLLM:
         params, priority = checked_params(sampling_params), checked_priority(priority)
         answers = self._register(request_id, as_deltas=as_deltas)
         try:
+            submit = partial(submissions_of, self.engine_loop.intake, priority=priority)
             if isinstance(prompt, AsyncIterable):
-                answers.read(prompt, params, priority=priority, keep=keep)
+                answers.read(prompt, params, partial(submit, resumable=True, keep=keep))
             else:
                 if not isinstance(prompt, EncodedPrompt):
                     prompt = encode_prompt(self._tokenizer, prompt)
-                answers.ask(prompt, params, priority=priority)
+                answers.ask(prompt, params, submit)
         except BaseException:
             answers.abort()
             raise

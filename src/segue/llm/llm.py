@@ -21,6 +21,7 @@ from segue.answers.prompts import (
     checked_priority,
     encode_prompt,
     split_prompts,
+    submissions_of,
 )
 from segue.args import EngineArgs, EngineOptions
 from segue.contract.reports import EngineOutput, FinishReason
@@ -237,19 +238,20 @@ class _Batch:
 
     def add(self, number: int, prompt: EncodedPrompt, params: SamplingParams, *, priority: int) -> None:
         request_id = str(number)
-        engine_requests = self._processor.add(
-            request_id, prompt=prompt.text, prompt_token_ids=prompt.token_ids, params=params
+        engine = self._steps.engine
+        engine_ids = [engine.intake.new_id(request_id) for _ in range(params.n)]
+        submissions = submissions_of(engine.intake, prompt, params, request_ids=engine_ids, priority=priority)
+        self._processor.add(
+            request_id,
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            engine_ids=engine_ids,
         )
         self._request_ids.append(request_id)
-        for request in engine_requests:
-            self._steps.open(request.request_id, self._receive)
-            self._steps.engine.add_request(
-                request.request_id,
-                prompt.token_ids,
-                request.params,
-                priority=priority,
-                cache_salt=prompt.cache_salt,
-            )
+        for submission in submissions:
+            self._steps.open(submission.request_id, self._receive)
+            engine.add_request(submission)
 
     @property
     def is_running(self) -> bool:

@@ -43,7 +43,8 @@ class _Line:
         self._steps.engine.truncate(self.request_id, num_tokens)
 
     def add_chunk(self, token_ids: Sequence[int], params: SamplingParams | None = None) -> None:
-        self._steps.engine.add_chunk(self.request_id, token_ids, params)
+        engine = self._steps.engine
+        engine.add_chunk(self.request_id, engine.intake.chunk(token_ids, params), params)
 
     def abort(self) -> None:
         self.is_open = False
@@ -96,17 +97,24 @@ class BlockingSession(LiveSession["BlockingAnswer", _Line]):
 
     @property
     def _vocab_size(self) -> int:
-        return self._steps.engine.vocab_size
+        return self._steps.engine.intake.vocab_size
 
     def _new_answer(self, params: SamplingParams) -> "BlockingAnswer":
         return BlockingAnswer(self, self._tokenizer, params)
 
     def _open(self, token_ids: Sequence[int], answer: AnswerSoFar | None) -> Link[_Line]:
         def connect(handler: Handler) -> _Line:
-            line = _Line(self._steps, self._new_request_id(), handler)
-            params = None if answer is None else answer.params
+            engine = self._steps.engine
+            submission = engine.intake.submission(
+                token_ids,
+                None if answer is None else answer.params,
+                request_id=engine.intake.new_id(self.id),
+                resumable=True,
+                keep="all",
+            )
+            line = _Line(self._steps, submission.request_id, handler)
             try:
-                self._steps.engine.add_request(line.request_id, token_ids, params, resumable=True, keep="all")
+                engine.add_request(submission)
             except BaseException:
                 line.abort()
                 raise
@@ -115,9 +123,11 @@ class BlockingSession(LiveSession["BlockingAnswer", _Line]):
         return Link(connect, token_ids, answer)
 
     def _fork_line(self, source: _Line, handler: Handler, num_tokens: int) -> _Line:
-        line = _Line(self._steps, self._new_request_id(), handler)
+        engine = self._steps.engine
+        line = _Line(self._steps, engine.intake.new_id(self.id), handler)
+        seed = engine.intake.next_seed()
         try:
-            self._steps.engine.fork(source.request_id, line.request_id, num_tokens)
+            engine.fork(source.request_id, line.request_id, num_tokens, default_seed=seed)
         except BaseException:
             line.abort()
             raise
@@ -138,9 +148,6 @@ class BlockingSession(LiveSession["BlockingAnswer", _Line]):
             if link.error is not None:
                 raise link.error
         self._state = state
-
-    def _new_request_id(self) -> str:
-        return f"{self.id}/{next(self._numbers)}"
 
 
 class BlockingAnswer(SessionAnswer, Iterator[Delta]):

@@ -89,26 +89,27 @@ class Session(LiveSession["Answer", Channel]):
 
     @property
     def _vocab_size(self) -> int:
-        return self._manager.loop.client.vocab_size
+        return self._manager.loop.intake.vocab_size
 
     def _new_answer(self, params: SamplingParams) -> "Answer":
         return Answer(self, self._manager.tokenizer, params)
 
     def _open(self, token_ids: Sequence[int], answer: AnswerSoFar | None) -> Link[Channel]:
         def connect(handler: Handler) -> Channel:
-            return self._manager.loop.open(
+            loop = self._manager.loop
+            submission = loop.intake.submission(
                 token_ids,
                 None if answer is None else answer.params,
-                handler,
-                request_id=self._manager.engine_id(self),
+                request_id=loop.intake.new_id(self.id),
                 resumable=True,
                 keep="all",
             )
+            return loop.open(submission, handler)
 
         return Link(connect, token_ids, answer)
 
     def _fork_channel(self, source: Channel, handler: Handler, num_tokens: int) -> Channel:
-        return source.fork(handler, new_request_id=self._manager.engine_id(self), num_tokens=num_tokens)
+        return source.fork(handler, name=self.id, num_tokens=num_tokens)
 
     def _tell(self, token_ids: Sequence[int], answer: AnswerSoFar | None = None) -> None:
         self.touch()
@@ -238,10 +239,6 @@ class SessionManager:
 
     def remove(self, session: Session) -> None:
         self._sessions.pop(session.id, None)
-
-    def engine_id(self, session: Session) -> str:
-        """A request id for the engine that was not in use before."""
-        return f"{session.id}/{next(self._numbers)}"
 
     def close(self) -> None:
         """End all sessions."""

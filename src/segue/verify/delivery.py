@@ -9,6 +9,7 @@ import msgspec
 
 from segue.answers.outputs import CompletionOutput, Logprob
 from segue.answers.processor import OutputProcessor
+from segue.answers.prompts import EncodedPrompt, submissions_of
 from segue.contract.reports import EngineStats, FinishReason
 from segue.engine.engine import Engine
 from segue.engine.request import State
@@ -117,10 +118,19 @@ class _Requests:
         processor = OutputProcessor(self._tokenizer)
         ids = [str(next(self._numbers)) for _ in cases]
         for request_id, case in zip(ids, cases, strict=True):
-            for request in processor.add(
-                request_id, prompt=case.text, prompt_token_ids=case.token_ids, params=case.params
-            ):
-                self._client.add_request(request.request_id, case.token_ids, request.params)
+            prompt = EncodedPrompt(text=case.text, token_ids=list(case.token_ids))
+            intake = self._client.intake
+            engine_ids = [intake.new_id(request_id) for _ in range(case.params.n)]
+            submissions = submissions_of(intake, prompt, case.params, request_ids=engine_ids)
+            processor.add(
+                request_id,
+                prompt=prompt.text,
+                prompt_token_ids=prompt.token_ids,
+                params=case.params,
+                engine_ids=engine_ids,
+            )
+            for submission in submissions:
+                self._client.add_request(submission)
         most = 0
         while processor.num_open_answers > 0:
             outputs = self._client.step()
