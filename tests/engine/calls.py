@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from segue.engine.submission import Keep
+from segue.engine.submission import Keep, KvScope
 from segue.host.client import EngineClient
 from segue.sample.params import SamplingParams
 
@@ -24,7 +24,7 @@ def add_request(
             params,
             request_id=request_id,
             priority=priority,
-            cache_salt=cache_salt,
+            scope=KvScope(cache_salt),
             resumable=resumable,
             keep=keep,
         )

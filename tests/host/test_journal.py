@@ -9,6 +9,7 @@ import pytest
 from segue import EngineArgs, SamplingParams
 from segue.contract.reports import EngineOutput
 from segue.engine.engine import Engine
+from segue.engine.submission import KvScope
 from segue.host import wire
 from segue.host.build import build
 from segue.host.journal import Journal
@@ -74,7 +75,7 @@ class Client:
                 self.ids(),
                 self.params(),
                 request_id=self.name(),
-                cache_salt=self._rng.choice((None, "salt")),
+                scope=KvScope(self._rng.choice((None, "salt"))),
                 resumable=self._rng.random() < 0.7,
                 keep=self._rng.choice(("computed", "all")),
             )

@@ -31,7 +31,7 @@ from segue import (
 )
 from segue.contract.reports import EngineOutput, EngineStats, FinishReason, RequestMetrics
 from segue.contract.step import TokenLogprobs
-from segue.engine.submission import Submission
+from segue.engine.submission import KvScope, Submission
 from segue.host import connection, wire
 from segue.host import process as process_module
 from segue.host.build import build
@@ -150,7 +150,7 @@ def test_calls_survive_the_wire(params: SamplingParams, token_ids: list[int], sa
         params=params,
         default_seed=2**64 - 1,
         priority=-1,
-        cache_salt=salt,
+        scope=KvScope(salt),
         resumable=True,
         keep="all",
         num_output_tokens=2,

@@ -16,7 +16,7 @@ from segue.contract.reports import EngineOutput, FinishReason
 from segue.contract.step import Runtime
 from segue.engine.config import EngineConfig, SpeculativeConfig, SpeculativeMethod
 from segue.engine.engine import Engine
-from segue.engine.submission import Keep
+from segue.engine.submission import Keep, KvScope
 from segue.errors import EngineDead
 from segue.host.journal import Journal
 from segue.host.wire import CALL_TYPES
@@ -200,7 +200,7 @@ class World:
             params,
             request_id=request_id,
             priority=priority,
-            cache_salt=salt,
+            scope=KvScope(salt),
             resumable=resumable,
             keep=keep,
         )

@@ -6,7 +6,7 @@ from numbers import Integral
 import msgspec
 
 from segue.answers.processor import answer_params
-from segue.engine.submission import Intake, Keep, Submission
+from segue.engine.submission import Intake, Keep, KvScope, Submission
 from segue.errors import ParameterError
 from segue.sample.params import SamplingParams, is_unicode
 from segue.tokens import Tokenizer
@@ -19,7 +19,7 @@ class EncodedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str | None
     token_ids: list[int]
-    cache_salt: str | None = None
+    scope: KvScope = KvScope()
 
 
 def submissions_of(
@@ -39,7 +39,7 @@ def submissions_of(
             answer_params(params, index),
             request_id=request_id,
             priority=priority,
-            cache_salt=prompt.cache_salt,
+            scope=prompt.scope,
             resumable=resumable,
             keep=keep,
         )
@@ -74,16 +74,22 @@ def encode_prompt(tokenizer: Tokenizer, prompt: object, *, add_special_tokens: b
         raise ParameterError("prompts", prompt, f"must be {_PROMPT}")
     if not isinstance(prompt, Mapping):
         return EncodedPrompt(text=None, token_ids=checked_ids(prompt))
-    text, token_ids, salt = prompt.get("prompt"), prompt.get("prompt_token_ids"), prompt.get("cache_salt")
+    text, token_ids, scope = prompt.get("prompt"), prompt.get("prompt_token_ids"), _scope(prompt)
     if text is not None and not isinstance(text, str):
         raise ParameterError("prompt", text, "must be a string")
-    if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
-        raise ParameterError("cache_salt", salt, "must be a string")
     if token_ids is not None:
-        return EncodedPrompt(text=text, token_ids=checked_ids(token_ids), cache_salt=salt)
+        return EncodedPrompt(text=text, token_ids=checked_ids(token_ids), scope=scope)
     if text is None:
         raise ParameterError("prompts", dict(prompt), "a dict needs the key prompt or prompt_token_ids")
-    return EncodedPrompt(text=text, token_ids=encode(text), cache_salt=salt)
+    return EncodedPrompt(text=text, token_ids=encode(text), scope=scope)
+
+
+def _scope(prompt: Mapping[str, object]) -> KvScope:
+    names = {name: prompt.get(name) for name in KvScope.__struct_fields__}
+    for field, value in names.items():
+        if value is not None and not (isinstance(value, str) and is_unicode(value)):
+            raise ParameterError(field, value, "must be a string")
+    return msgspec.convert(names, KvScope)
 
 
 def checked_ids(token_ids: object) -> list[int]:

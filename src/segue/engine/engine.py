@@ -68,7 +68,7 @@ class Engine:
         assert params is None or ids, "an empty prompt"
         assert 0 <= submission.num_output_tokens <= max(0, len(ids) - 1), "the prompt was not empty"
         chunk = self._chunk(ids, params, submission.num_output_tokens)
-        tables = Tables(self.pool, self.config.block_size, salt=submission.cache_salt)
+        tables = Tables(self.pool, self.config.block_size, salt=submission.scope.cache_salt)
         timeline = Timeline(tables, has_draft_model=self.config.has_draft_model)
         request = self._request(submission, timeline, chunk.arrival)
         request.chunks.append(chunk)

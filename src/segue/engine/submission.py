@@ -30,6 +30,16 @@ Keep = Literal["computed", "all"]
 """What of an answer stays in front of the next input: all but the last token, which has no KV yet; or all."""
 
 
+class KvScope(msgspec.Struct, frozen=True):
+    """What a request's KV depends on beside its ids: blocks are shared only with requests of an equal scope.
+
+    A prompt given as a dict has these as keys, and so has the body of a request over HTTP.
+    """
+
+    cache_salt: str | None = None
+    """Nothing but a way to keep apart."""
+
+
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """A request, right in itself; see `Intake.submission`."""
 
@@ -42,8 +52,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """Of answers whose parameters bring none."""
     priority: int = 0
     """A lower one is served first, under the priority policy."""
-    cache_salt: str | None = None
-    """KV is shared only with requests of the same salt."""
+    scope: KvScope = KvScope()
     resumable: bool = False
     """More input may follow."""
     keep: Keep = "computed"
@@ -91,7 +100,7 @@ class Intake:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        cache_salt: str | None = None,
+        scope: KvScope = KvScope(),  # noqa: B008 - frozen
         resumable: bool = False,
         keep: Keep = "computed",
     ) -> Submission:
@@ -112,7 +121,7 @@ class Intake:
             params=params,
             default_seed=self.next_seed(),
             priority=priority,
-            cache_salt=cache_salt,
+            scope=scope,
             resumable=resumable,
             keep=keep,
         )

@@ -302,7 +302,7 @@ async def _encode(
     prompt = EncodedPrompt(
         text=None,
         token_ids=truncated(serving, ids, body.truncate_prompt_tokens, params),
-        cache_salt=body.cache_salt,
+        scope=body.scope,
     )
     check_prompt_logprobs([prompt], params)
     return prompt

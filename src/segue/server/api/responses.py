@@ -180,7 +180,7 @@ class _ResponseWriter:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         with fields_named({"text": "input", "messages": "input", "prompt_token_ids": "input"}):
             ids = await encode_messages(serving, _messages(body, stored), tools=tools.for_template)
-            prompt = EncodedPrompt(text=None, token_ids=ids, cache_salt=body.cache_salt)
+            prompt = EncodedPrompt(text=None, token_ids=ids, scope=body.scope)
             generation = Generation(serving, [prompt], params, priority=body.priority or 0)
         response = ResponseObject(
             id=answer_id("resp_", body.request_id),

@@ -59,7 +59,7 @@ async def encode_prompts(
         EncodedPrompt(
             text=text,
             token_ids=truncated(serving, ids, body.truncate_prompt_tokens, params),
-            cache_salt=body.cache_salt,
+            scope=body.scope,
         )
         for text, ids in both
     ]

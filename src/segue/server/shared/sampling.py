@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from segue.engine.submission import KvScope
 from segue.errors import ParameterError
 from segue.sample.params import SamplingParams
 from segue.server.shared.body import RequestBody, Unsupported
@@ -65,6 +66,10 @@ class SamplingFields(RequestBody, kw_only=True):
     request_id: Annotated[str, Meta(max_length=256)] | None = None
     stream: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def scope(self) -> KvScope:
+        return KvScope(cache_salt=self.cache_salt)
 
     def params(
         self,
