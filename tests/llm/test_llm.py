@@ -191,6 +191,7 @@ def test_default_parameters_and_no_prompts(tiny_llm: LLM) -> None:
         ({"prompt_token_ids": [2**40]}, "prompt_token_ids"),
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt": "a", "cache_salt": 1}, "cache_salt"),
+        ({"prompt": "a", "adapter": "mine"}, "adapter"),
     ],
 )
 def test_bad_prompt_names_the_parameter_and_runs_nothing(tiny_llm: LLM, prompt: Any, parameter: str) -> None:

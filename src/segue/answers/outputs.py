@@ -14,6 +14,7 @@ class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
     """Prompts share cached KV only with prompts of the same salt."""
+    adapter: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -23,6 +24,7 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
     """Their text, only for the record."""
     cache_salt: NotRequired[str]
+    adapter: NotRequired[str]
 
 
 Prompt = str | TextPrompt | TokensPrompt | Sequence[int]

@@ -38,6 +38,8 @@ class KvScope(msgspec.Struct, frozen=True):
 
     cache_salt: str | None = None
     """Nothing but a way to keep apart."""
+    adapter: str | None = None
+    """The name of a LoRA adapter (Hu et al. 2021) of the model."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,6 +114,8 @@ class Intake:
             raise ParameterError("params", params, "only a resumable request can do without")
         if keep not in get_args(Keep):
             raise ParameterError("keep", keep, 'must be "computed" or "all"')
+        if scope.adapter is not None:
+            raise ParameterError("adapter", scope.adapter, "there are no adapters")
         ids = self.chunk(token_ids, params, resumable=resumable)
         if not ids and params is not None:
             raise ParameterError("prompt_token_ids", [], "is empty; give at least one token")

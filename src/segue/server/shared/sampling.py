@@ -63,13 +63,14 @@ class SamplingFields(RequestBody, kw_only=True):
     skip_special_tokens: bool | None = None
     priority: Int | None = None
     cache_salt: Annotated[str, Meta(max_length=512)] | None = None
+    adapter: Annotated[str, Meta(max_length=512)] | None = None
     request_id: Annotated[str, Meta(max_length=256)] | None = None
     stream: bool | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @property
     def scope(self) -> KvScope:
-        return KvScope(cache_salt=self.cache_salt)
+        return KvScope(cache_salt=self.cache_salt, adapter=self.adapter)
 
     def params(
         self,
