@@ -278,13 +278,14 @@ class Scheduler:
             num_drafts = max(0, min(offered, step.spare_drafts, turn.limit - start - 2, room))
             propose = self._num_to_propose(request, start + 1, room - num_drafts)
         end = start + slack + 1
-        reach = end + num_drafts + self._num_drafted_here(propose)
+        reach = end + num_drafts + (propose if self._has_draft_model else 0)
         if reach > tables.capacity or not tables.is_own(start):
             if self._num_lacking(request, reach) > 0:
                 # Bets shrink before anybody is preempted for them.
                 reachable = tables.reachable(start, self._num_available(request))
                 num_drafts = max(0, min(num_drafts, reachable - end))
-                propose -= self._num_drafted_here(propose)
+                if self._has_draft_model:
+                    propose = 0  # its KV for them would take blocks too
                 reach = end + num_drafts
                 if not self._make_room(request, reach, step):
                     return
@@ -293,7 +294,7 @@ class Scheduler:
         if request.reserve and (source is not None or len(timeline.tokens) != request.admitted_len):
             self._clear_reserve(request)
         step.spare_drafts -= num_drafts
-        self._add_part(request, step, start, 1, num_drafts, propose)
+        self._add_part(request, step, num_tokens=1, num_drafts=num_drafts, propose=propose)
 
     def _plan_prefill(self, request: Request, step: _OpenStep) -> None:
         """The next chunk of known tokens; the last one of a turn samples. Its blocks are reserved."""
@@ -308,7 +309,7 @@ class Scheduler:
         lookahead = max(propose, int(samples)) if self._has_draft_model else 0
         step.copies.extend(timeline.tables.own(start))
         timeline.tables.reach(end + lookahead)
-        self._add_part(request, step, start, num_tokens, 0, propose)
+        self._add_part(request, step, num_tokens=num_tokens, propose=propose)
 
     def _num_to_propose(self, request: Request, end: int, room: int) -> int:
         """How many drafts to ask for, to follow the id sampled at position `end` or later."""
@@ -318,18 +319,15 @@ class Scheduler:
             wanted = request.adaptive.num_drafts(end, len(self.running))
         return max(0, min(wanted, request.turn.limit - end - 2, room))
 
-    def _num_drafted_here(self, propose: int) -> int:
-        """How many of the proposals take room in the request's blocks: a draft model computes KV for them."""
-        return propose if self._has_draft_model else 0
-
     def _add_part(
-        self, request: Request, step: _OpenStep, start: int, num_tokens: int, num_drafts: int, propose: int
+        self, request: Request, step: _OpenStep, *, num_tokens: int, propose: int, num_drafts: int = 0
     ) -> None:
-        """Write one request's part into the step and into its timeline."""
+        """Write what a request computes next into the step and into its timeline."""
         timeline, turn = request.timeline, request.turn
         assert num_tokens > 0, "a part has an input"
-        source, end = timeline.unknown_input, start + num_tokens
-        samples = source is not None or (turn is not None and end == len(timeline.tokens))
+        start = timeline.next_start
+        end = start + num_tokens
+        samples = timeline.unknown_input is not None or (turn is not None and end == len(timeline.tokens))
         runs_draft_model = self._has_draft_model and (propose > 0 or num_tokens > 1 or not samples)
         draft_kv = timeline.draft_kv_len
         if self._has_draft_model and timeline.flights:
@@ -344,21 +342,20 @@ class Scheduler:
             samples,
             propose,
             end + samples if runs_draft_model else draft_kv,
-            draft_kv,
+            draft_kv if runs_draft_model else None,
         )
-        step.seqs.append(self._seq_step(request, flight, source, runs_draft_model=runs_draft_model))
+        step.seqs.append(self._seq_step(request, flight))
         step.parts.append(Part(request, flight))
         step.tokens_left -= num_tokens + num_drafts
         timeline.fly(flight)
 
-    def _seq_step(
-        self, request: Request, flight: Flight, source: Flight | None, *, runs_draft_model: bool
-    ) -> SeqStep:
-        """What the runtime is told of a part; `source` is where its input is drawn, if that flies."""
+    def _seq_step(self, request: Request, flight: Flight) -> SeqStep:
+        """What the runtime is told of a part that is about to fly."""
         timeline, turn = request.timeline, request.turn
+        source = timeline.unknown_input
         start, end = flight.start, flight.start + flight.num_tokens
         sampling = turn.sampling if turn is not None and flight.samples else None
-        needs_history = flight.propose > 0 or runs_draft_model
+        needs_history = flight.propose > 0 or flight.draft_kv_start is not None
         needs_history = needs_history or (sampling is not None and sampling.needs_history)
         targets: Sequence[int] = ()
         if request.prompt_logprobs is not None:
@@ -375,7 +372,7 @@ class Scheduler:
             propose=flight.propose,
             history=timeline.tokens if needs_history else None,
             history_len=len(timeline.tokens) if flight.samples else end,
-            draft_start=flight.draft_kv_start if runs_draft_model else None,
+            draft_start=flight.draft_kv_start,
             prompt_targets=targets,
             num_prompt_logprobs=(turn.num_prompt_logprobs or 0) if targets and turn else 0,
         )

@@ -37,8 +37,8 @@ class Flight(msgspec.Struct, frozen=True, gc=False):
     """How many drafts were asked for, for the step after."""
     draft_kv_end: int
     """Below this the draft model's KV will be right at least, once this flight has landed."""
-    draft_kv_start: int = 0
-    """What it adds to the draft model's KV begins here, or below."""
+    draft_kv_start: int | None = None
+    """What it adds to the draft model's KV begins here, or below; None: the draft model does not run."""
 
 
 class Timeline:
@@ -118,7 +118,8 @@ class Timeline:
         else:
             self.kv_len = flight.start + flight.num_tokens
         # Where the drafter failed before it, there is a gap: what comes after does not count.
-        if draft_kv_len is not None and flight.draft_kv_start <= self.draft_kv_len:
+        is_gapless = flight.draft_kv_start is not None and flight.draft_kv_start <= self.draft_kv_len
+        if draft_kv_len is not None and is_gapless:
             self.draft_kv_len = min(draft_kv_len, len(self.tokens))
         self.tables.publish(self.tokens, complete, self.publishable_len)
 
