@@ -278,7 +278,7 @@ class GrammarGuides:
                 del self._compiled[text]
 
 
-class _Vocabulary:
+class _GuideTokens:
     """A tokenizer as llguidance wants to see it."""
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
@@ -303,7 +303,7 @@ def _llguidance_tokenizer(tokenizer: "Tokenizer") -> "llguidance.LLTokenizer":
     import llguidance
     from llguidance import TokenizerWrapper
 
-    wrapper = TokenizerWrapper(_Vocabulary(tokenizer))
+    wrapper = TokenizerWrapper(_GuideTokens(tokenizer))
     return llguidance.LLTokenizer(
         wrapper, n_vocab=tokenizer.vocab_size, eos_token=sorted(tokenizer.eos_token_ids)
     )

@@ -17,7 +17,8 @@ from segue.server.api.completions import Completion, CompletionRequest, create_c
 from segue.server.api.docs import docs_page
 from segue.server.api.openapi import Endpoint, openapi_json
 from segue.server.api.response_objects import AnyEvent, ResponseObject
-from segue.server.api.responses import ResponsesRequest, create_response
+from segue.server.api.response_request import ResponsesRequest
+from segue.server.api.responses import create_response
 from segue.server.api.stored_items import StoredItems
 from segue.server.api.tokenize import (
     DetokenizeRequest,

@@ -99,10 +99,10 @@ def _compile(source: str) -> jinja2.Template:
 
 @cache
 def _environment() -> Sandbox:
-    return Sandbox(extensions=[_Generation, loopcontrols])
+    return Sandbox(extensions=[_GenerationTag, loopcontrols])
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks what an assistant said, for training; here it is just text."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
