@@ -9,6 +9,7 @@ weights are written with the names, the order and the metadata that llama.cpp's 
 Of each case the folder holds
     NAME.gguf    matrices in f16, as `transformers` computed with; the rest in f32
     NAME.npz     ids [n] i32, rows [r] i32, logits [r, vocab] f32 after the ids of these rows
+    NAME@N.npz   the same for a model that computes sequences of up to N ids otherwise than longer ones
 """
 
 import argparse
@@ -50,6 +51,8 @@ class Family:
     """What the converter adds to the weights of norms."""
     tensors: Mapping[str, FloatArray] = field(default_factory=dict)
     """What the converter makes of the configuration."""
+    short_length: int | None = None
+    """Up to how many ids are computed otherwise."""
 
 
 def rope(theta: float = 10_000.0, kind: str = "default", **others: Any) -> dict[str, Any]:
@@ -119,13 +122,101 @@ def gemma3() -> Family:
     return Family(gguf.MODEL_ARCH.GEMMA3, config, metadata, norm_shift=1.0)
 
 
-FAMILIES: dict[str, Callable[[], Family]] = {
-    "gemma3": gemma3,
-    "llama2": llama2,
-    "llama3": llama3,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-}
+def gemma2() -> Family:
+    config = transformers.Gemma2Config(
+        **{**SIZES, "num_hidden_layers": 3}, head_dim=12, query_pre_attn_scalar=12, sliding_window=WINDOW,
+        attn_logit_softcapping=2.0, final_logit_softcapping=5.0, rope_parameters=rope(),
+    )  # fmt: skip
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    metadata = {
+        "attention.key_length": 12, "attention.value_length": 12, "attention.sliding_window": WINDOW,
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+    }  # fmt: skip
+    return Family(gguf.MODEL_ARCH.GEMMA2, config, metadata, norm_shift=1.0)
+
+
+def mistral() -> Family:
+    config = transformers.MistralConfig(
+        **SIZES, tie_word_embeddings=False, head_dim=12, sliding_window=WINDOW, rope_parameters=rope()
+    )
+    metadata = {
+        "rope.dimension_count": 12, "attention.key_length": 12, "attention.value_length": 12,
+        "attention.sliding_window": WINDOW,
+    }  # fmt: skip
+    return Family(gguf.MODEL_ARCH.LLAMA, config, metadata, interleaved=True)
+
+
+def phi3() -> Family:
+    config = transformers.Phi3Config(
+        **SIZES, tie_word_embeddings=False, sliding_window=WINDOW, rope_parameters=rope()
+    )
+    metadata = {
+        "rope.freq_base": 1e4, "rope.dimension_count": 8, "rope.scaling.original_context_length": 1024,
+        "attention.sliding_window": WINDOW,
+    }  # fmt: skip
+    return Family(gguf.MODEL_ARCH.PHI3, config, metadata)
+
+
+def phi4() -> Family:
+    """Phi-4-mini: three quarters of each head are rotated, with LongRoPE."""
+    original, short, long = 24, [1.0, 1.1, 1.5], [1.2, 2.0, 9.0]
+    config = transformers.Phi3Config(
+        **SIZES, tie_word_embeddings=True, original_max_position_embeddings=original,
+        rope_parameters=rope(
+            kind="longrope", partial_rotary_factor=0.75, short_factor=short, long_factor=long,
+            original_max_position_embeddings=original,
+        ),
+    )  # fmt: skip
+    metadata = {
+        "rope.freq_base": 1e4, "rope.dimension_count": 6, "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": float(np.sqrt(1 + np.log(1024 / original) / np.log(original))),
+        "attention.sliding_window": 0,
+    }  # fmt: skip
+    tensors = {
+        "rope_factors_short.weight": np.array(short, np.float32),
+        "rope_factors_long.weight": np.array(long, np.float32),
+    }
+    return Family(gguf.MODEL_ARCH.PHI3, config, metadata, tensors=tensors, short_length=original)
+
+
+def granite() -> Family:
+    config = transformers.GraniteConfig(
+        **SIZES, tie_word_embeddings=True, rope_parameters=rope(), embedding_multiplier=3.0,
+        attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=2.0,
+    )  # fmt: skip
+    metadata = {
+        "rope.dimension_count": 8, "embedding_scale": 3.0, "attention.scale": 0.2, "residual_scale": 0.4,
+        "logit_scale": 2.0,
+    }  # fmt: skip
+    return Family(gguf.MODEL_ARCH.GRANITE, config, metadata, interleaved=True)
+
+
+def olmo2() -> Family:
+    config = transformers.Olmo2Config(**SIZES, tie_word_embeddings=False, rope_parameters=rope(5e5))
+    return Family(gguf.MODEL_ARCH.OLMO2, config, {"rope.freq_base": 5e5})
+
+
+def smollm3() -> Family:
+    """The last of its four layers has no RoPE."""
+    config = transformers.SmolLM3Config(
+        **{**SIZES, "num_hidden_layers": 4}, tie_word_embeddings=True, rope_parameters=rope(5e6)
+    )
+    assert config.no_rope_layers == [1, 1, 1, 0]
+    metadata = {"rope.freq_base": 5e6, "rope.dimension_count": 8}
+    return Family(gguf.MODEL_ARCH.SMOLLM3, config, metadata, interleaved=True)
+
+
+def gpt2() -> Family:
+    others = {
+        key: SIZES[key] for key in ("vocab_size", "attn_implementation", "bos_token_id", "eos_token_id")
+    }
+    config = transformers.GPT2Config(**others, n_positions=128, n_embd=32, n_layer=2, n_head=4)
+    return Family(gguf.MODEL_ARCH.GPT2, config)
+
+
+FAMILIES: tuple[Callable[[], Family], ...] = (
+    gemma2, gemma3, gpt2, granite, llama2, llama3, mistral, olmo2, phi3, phi4, qwen2, qwen3, smollm3,
+)  # fmt: skip
 
 
 def random_weights(shape: tuple[int, ...], name: str, shift: float, rng: np.random.Generator) -> FloatArray:
@@ -155,6 +246,8 @@ def gguf_tensors(family: Family, state: Mapping[str, FloatArray]) -> dict[str, F
         if family.interleaved and ("q_proj" in theirs or "k_proj" in theirs):
             heads = config.num_attention_heads if "q_proj" in theirs else config.num_key_value_heads
             values = interleave(values, heads)
+        if theirs.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight")):
+            values = values.T
         shift = family.norm_shift if theirs.endswith("norm.weight") else 0.0
         tensors[name] = values + np.float32(shift)
     return tensors
@@ -166,10 +259,14 @@ def write_gguf(path: Path, family: Family, state: Mapping[str, FloatArray]) -> N
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if family.arch == gguf.MODEL_ARCH.GPT2:
+        writer.add_feed_forward_length(4 * config.hidden_size)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, value in family.metadata.items():
         add: dict[type, Callable[[str, Any], None]] = {
             bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
@@ -196,13 +293,18 @@ def make(name: str, family: Family, folder: Path) -> None:
     write_gguf(folder / f"{name}.gguf", family, state)
 
     ids = rng.integers(3, VOCAB, LENGTH).astype(np.int32)
+    save_logits(folder / f"{name}.npz", model, ids)
+    if family.short_length is not None:
+        save_logits(folder / f"{name}@{family.short_length}.npz", model, ids[: family.short_length])
+    print(f"{name}: {(folder / f'{name}.gguf').stat().st_size} bytes")
+
+
+def save_logits(path: Path, model: Any, ids: npt.NDArray[np.int32]) -> None:
     with torch.no_grad():
         logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].numpy()
-    rows = np.arange(ROWS_EVERY - 1, LENGTH, ROWS_EVERY, dtype=np.int32)
-    arrays: dict[str, npt.NDArray[np.generic]] = {"ids": ids, "rows": rows, "logits": logits[rows]}
-    np.savez_compressed(folder / f"{name}.npz", allow_pickle=False, **arrays)
-    sizes = [(folder / f"{name}.{ext}").stat().st_size for ext in ("gguf", "npz")]
-    print(f"{name}: {sizes[0]} + {sizes[1]} bytes, logits of a spread of {logits.std():.2f}")
+    rows = np.arange(ROWS_EVERY - 1, len(ids), ROWS_EVERY, dtype=np.int32)
+    np.savez_compressed(path, allow_pickle=False, ids=ids, rows=rows, logits=logits[rows])
+    print(f"{path.stem}: {path.stat().st_size} bytes, logits of a spread of {logits.std():.2f}")
 
 
 def main() -> None:
@@ -211,8 +313,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="some of them; by default all")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
-    for name in args.names or FAMILIES:
-        make(name, FAMILIES[name](), args.folder)
+    for family in FAMILIES:
+        if not args.names or family.__name__ in args.names:
+            make(family.__name__, family(), args.folder)
 
 
 if __name__ == "__main__":

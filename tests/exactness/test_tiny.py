@@ -1,4 +1,4 @@
-"""Every pair of modes on a tiny random model with the native kernels: answers equal the plain run's bit for bit."""
+"""Every pair of modes on tiny random models with the native kernels: answers equal the plain run's bit for bit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 from segue.verify.matrix import Report, Run, Verification
 from segue.verify.modes import MODES, Combination, Skipped, combine
 from segue.verify.workbench import Workbench
+from tests.models.test_golden_families import FOLDER
 from tests.weights.make_gguf import tiny_llama
 
 SINGLES = [mode.name for mode in MODES]
@@ -19,9 +20,15 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", context=1024)
+@pytest.fixture(scope="module", params=["quantised", "windows", "biases"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    match request.param:
+        case "windows":
+            return FOLDER / "gemma3.gguf"
+        case "biases":
+            return FOLDER / "qwen2.gguf"
+        case _:
+            return tiny_llama(tmp_path_factory.mktemp("model") / "tiny.gguf", context=1024)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """Each family against `transformers` (tests/golden/families, by scripts/make_golden_families.py)."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +11,7 @@ import pytest
 
 from segue.contract.step import SeqStep
 from segue.models import build_program
-from segue.models.program import Program
+from segue.models.program import Attention, Program
 from segue.runtime.native import NativeExecutor
 from segue.runtime.reference import ReferenceExecutor
 from segue.weights.gguf import load_gguf
@@ -33,8 +35,9 @@ class Golden:
             self.ids: list[int] = arrays["ids"].tolist()
             self.rows: list[int] = arrays["rows"].tolist()
             self.logits: FloatArray = arrays["logits"]
-        self.model: ModelFile = load_gguf(FOLDER / f"{name}.gguf")
-        self.program: Program = build_program(self.model)
+        model, _, max_model_len = name.partition("@")
+        self.model: ModelFile = load_gguf(FOLDER / f"{model}.gguf")
+        self.program: Program = build_program(self.model, int(max_model_len) if max_model_len else None)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -54,6 +57,34 @@ def test_native(golden: Golden, isa: str) -> None:
         pytest.skip(f"this CPU has no {isa}")
     logits = make_executor(loaded, isa=isa, kv_dtype="f32").logits(golden.ids)
     np.testing.assert_allclose(logits[golden.rows], golden.logits, rtol=0, atol=BOUND)
+
+
+def test_what_a_family_asks_for_shows(golden: Golden) -> None:
+    """Without any one option of its operations the logits are others: the bound would find it missing."""
+    for changes in OPTIONS:
+        program = without(golden.program, changes)
+        if program != golden.program:
+            logits = ReferenceExecutor(program, golden.model).logits(golden.ids)
+            assert np.abs(logits[golden.rows] - golden.logits).max() > 10 * BOUND, changes
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"scale": 1.0}, {"softcap": None}, {"window": None}, {"biases": ()}, {"positions": None}, {"rope": None},
+    {"factors": ()}, {"dim": 2, "factors": ()}, {"theta": 1e5},
+)  # fmt: skip
+"""Fields of operations and their RoPE, and what turns them off."""
+
+
+def without(program: Program, changes: dict[str, Any]) -> Program:
+    """The program with these fields changed, in every operation that has them."""
+
+    def changed(value: Any) -> Any:
+        own = {name: new for name, new in changes.items() if hasattr(value, name)}
+        if isinstance(value, Attention) and value.rope is not None and not own:
+            own = {"rope": changed(value.rope)}
+        return replace(value, **own)
+
+    return replace(program, ops=tuple(changed(op) for op in program.ops))
 
 
 @pytest.mark.parametrize("chunk", [1, 7])

@@ -212,7 +212,14 @@ def test_linear_rope_scaling(model: ModelFile, changes: dict[str, Any], factors:
         ({"expert_count": 8}, "llama.expert_count=8 is not supported"),
         ({"expert_count": [8] * 100_000}, "is not supported"),
         ({"attention__causal": False}, "not supported"),
-        ({"attention__sliding_window": 4096}, "not supported"),
+        ({"attention__max_alibi_bias": 8.0}, "not supported"),
+        ({"attention__scale": 0.5}, "not supported"),
+        ({"attention__sliding_window": -1}, "not in"),
+        (
+            {"attention__sliding_window_pattern": [True]},
+            "neither a number nor true or false for each of 2 layers",
+        ),
+        ({"attention__sliding_window_pattern": [1, 0]}, "neither a number nor true or false"),
         ({"logit_scale": 8.0}, "not supported"),
     ],
 )
@@ -232,6 +239,16 @@ def test_metadata_that_is_refused(model: ModelFile, changes: dict[str, Any], pat
 )
 def test_neutral_values_change_nothing(model: ModelFile, changes: dict[str, Any]) -> None:
     assert build_program(with_metadata(model, **changes)) == build_program(model)
+
+
+def test_windows(model: ModelFile) -> None:
+    def windows(**changes: Any) -> list[int | None]:
+        return [op.window for op in build_program(with_metadata(model, **changes)).attentions]
+
+    assert windows(attention__sliding_window=8) == [8, 8]
+    assert windows(attention__sliding_window=8, attention__sliding_window_pattern=2) == [8, None]
+    assert windows(attention__sliding_window=8, attention__sliding_window_pattern=[False, True]) == [None, 8]
+    assert windows(attention__sliding_window_pattern=[False, True]) == [None, None]
 
 
 def test_tokenizer_of_another_size(model: ModelFile) -> None:
@@ -275,6 +292,6 @@ def test_rope_factors_must_be_one_for_each_pair(model: ModelFile) -> None:
 def test_unknown_architecture(model: ModelFile) -> None:
     refused(
         replace(model, architecture="mamba"),
-        "the architecture 'mamba' is not supported; known: gemma3, llama, qwen2, qwen3",
+        "the architecture 'mamba' is not supported; known: gemma2, gemma3, gpt2, granite, llama, ",
     )
     refused(replace(model, architecture="x\n" * 1000), "is not supported")

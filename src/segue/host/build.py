@@ -133,7 +133,7 @@ def _with_files(args: EngineArgs) -> EngineArgs:
 def _executor(args: EngineArgs, file: ModelFile) -> "Executor":
     from segue.models import build_program
 
-    program = build_program(file)
+    program = build_program(file, args.max_model_len or DEFAULT_MAX_MODEL_LEN)
     match args.runtime:
         case "native":
             from segue.runtime.native import NativeExecutor

@@ -9,7 +9,7 @@ operations on the buffers named here:
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,8 +39,11 @@ _DEFAULT_ROPE_THETA = 10_000.0
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
     "attention.scale": (0.0,),
+    "attention.shared_kv_layers": (0,),
     "attention.sliding_window": (0,),
+    "attention.temperature_scale": (0.0,),
     "attn_logit_softcapping": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),
@@ -51,8 +54,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "rope.scaling.attn_factor": (0.0, 1.0),
     "use_parallel_residual": (False,),
 }
-"""Keys that change what is computed, with the values that mean they do not. A family that does not read one
-refuses other values."""
+"""Keys that change what is computed, with the values that mean they do not. Other values of a key that the family
+has not read are refused."""
 
 
 @dataclass(frozen=True)
@@ -80,21 +83,22 @@ class Sizes:
 class Decoder:
     """A model file under questioning by its family. Every method raises ModelFileError for what does not fit.
 
-    `reads`: keys of `_NEUTRAL` that the family gives their meaning.
+    `max_model_len`: how long sequences may become, for the families that compute short ones otherwise.
     """
 
-    def __init__(self, model: ModelFile, reads: Collection[str] = ()) -> None:
+    def __init__(self, model: ModelFile, max_model_len: int | None = None) -> None:
         self.checked = CheckedModel(model)
         self._model = model
         self._prefix = model.architecture
-        for key, neutral in _NEUTRAL.items():
-            if key not in reads:
-                self.checked.only(self.key(key), neutral)
+        self._read: set[str] = set()
         self.sizes = self._sizes()
+        self.longest = min(max_model_len or self.sizes.context, self.sizes.context)
 
     # ---- values --------------------------------------------------------------------------------------------------
 
     def key(self, name: str) -> str:
+        """The key in the file, which counts as read from now on."""
+        self._read.add(name)
         return f"{self._prefix}.{name}"
 
     def count(self, name: str, *, low: int = 1, high: int = _MAX_COUNT, default: int | None = None) -> int:
@@ -158,6 +162,23 @@ class Decoder:
             )
         return vocab
 
+    def windows(self, period: int, default: int = 0) -> Iterator[int | None]:
+        """Each layer's window; None for those that see all, which are every `period`-th, and none for 0.
+
+        The file may have another period, or say it of each layer. Without a window all layers see all.
+        """
+        window = self.count("attention.sliding_window", low=0, default=default) or None
+        key, layers = self.key("attention.sliding_window_pattern"), self.sizes.layers
+        pattern = self.checked.value(key)
+        if not isinstance(pattern, list):
+            period = self.count("attention.sliding_window_pattern", low=0, default=period)
+            return (window if period == 0 or (layer + 1) % period else None for layer in range(layers))
+        if len(pattern) != layers or not all(isinstance(is_local, bool) for is_local in pattern):
+            raise self.checked.error(
+                f"{key} is neither a number nor true or false for each of {layers} layers"
+            )
+        return (window if is_local else None for is_local in pattern)
+
     def rope(
         self, *, interleaved: bool, theta: float | None = None, factors: tuple[float, ...] | None = None
     ) -> Rope:
@@ -176,6 +197,23 @@ class Decoder:
         if not self.checked.has_tensor("rope_freqs.weight"):
             return () if linear == 1.0 else (linear,) * (dim // 2)
         return tuple(linear * factor for factor in self.positive_vector("rope_freqs.weight", dim // 2))
+
+    def long_rope(self) -> Rope:
+        """LongRoPE (Ding et al. 2024) over halves of a head, where the file has its factors.
+
+        A file has two sets of them: for sequences up to `original_context_length`, and for longer ones. Which of them
+        holds depends on `max_model_len` alone: the short ones if no sequence may become longer than that, else the
+        long ones for all, from the first token on. A sequence that grew out of one set would need all its keys anew.
+        """
+        names = {kind: f"rope_factors_{kind}.weight" for kind in ("short", "long")}
+        if not any(self.checked.has_tensor(name) for name in names.values()):
+            return self.rope(interleaved=False)
+        self.checked.only(self.key("rope.scaling.type"), ("longrope",))
+        plain = self.rope(interleaved=False, factors=())
+        factors = {kind: self.positive_vector(name, plain.dim // 2) for kind, name in names.items()}
+        original = self.count("rope.scaling.original_context_length")
+        used = factors["short" if self.longest <= original else "long"]
+        return Rope(plain.theta, plain.dim, False, used, self.factor("rope.scaling.attn_factor"))
 
     def positive_vector(self, name: str, width: int) -> tuple[float, ...]:
         """A small vector of positive numbers that becomes part of the operations."""
@@ -199,10 +237,12 @@ class Decoder:
 
     # ---- operations ----------------------------------------------------------------------------------------------
 
-    def embed(self, scale: float = 1.0) -> list[Op]:
-        return [
-            Embed(self.checked.matrix("token_embd.weight", self.sizes.vocab, self.sizes.hidden), "x", scale)
-        ]
+    def embed(self, scale: float = 1.0, *, positions: bool = False) -> list[Op]:
+        """With `positions`, the file has learned ones for all of its context."""
+        sizes, matrix = self.sizes, self.checked.matrix
+        weight = matrix("token_embd.weight", sizes.vocab, sizes.hidden)
+        learned = matrix("position_embd.weight", sizes.context, sizes.hidden) if positions else None
+        return [Embed(weight, "x", scale, learned)]
 
     def rms_norm(self, name: str, x: str = "x", out: str = "normed", *, accumulate: bool = False) -> RMSNorm:
         return RMSNorm(
@@ -337,7 +377,10 @@ class Decoder:
         ]
 
     def program(self, ops: list[Op]) -> Program:
-        """Refuses a file with tensors that none of the operations reads."""
+        """Refuses a file with tensors that none of the operations reads, or with keys that would change them."""
+        for name, neutral in _NEUTRAL.items():
+            if name not in self._read:
+                self.checked.only(self.key(name), neutral)
         self.checked.refuse_other_tensors()
         return Program(tuple(ops), self._widths(ops), self.sizes.vocab, self.sizes.context)
 

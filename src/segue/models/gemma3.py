@@ -13,31 +13,25 @@ import math
 
 from segue.models.decoder import Decoder
 from segue.models.program import Program
-from segue.weights.model_file import ModelFile
 
 _LAYERS_OF_27B = 62
 
 
-def build(model: ModelFile) -> Program:
+def build(decoder: Decoder) -> Program:
     """Raises ModelFileError when the file cannot be computed exactly as it says."""
-    decoder = Decoder(model, reads=("attention.sliding_window", "final_logit_softcapping"))
     sizes = decoder.sizes
-    window = decoder.count("attention.sliding_window")
-    period = decoder.count("attention.sliding_window_pattern", default=6)
     full = decoder.rope(interleaved=False)
     local = decoder.rope(interleaved=False, theta=decoder.factor("rope.freq_base_swa", 10_000.0), factors=())
     # The largest model scales by what would be the size of its heads if they filled the stream.
     scale = math.sqrt(sizes.heads / sizes.hidden) if sizes.layers == _LAYERS_OF_27B else None
     ops = decoder.embed(scale=math.sqrt(sizes.hidden))
-    for layer in range(sizes.layers):
-        is_local = (layer + 1) % period != 0
+    for layer, window in enumerate(decoder.windows(period=6)):
+        rope = full if window is None else local
         ops += [
             decoder.rms_norm(f"blk.{layer}.attn_norm"),
             decoder.qkv(layer),
             *decoder.norm_heads(layer),
-            decoder.attention(
-                layer, local if is_local else full, scale=scale, window=window if is_local else None
-            ),
+            decoder.attention(layer, rope, scale=scale, window=window),
             *decoder.normed_branch(decoder.attn_output(layer), f"blk.{layer}.post_attention_norm"),
             decoder.rms_norm(f"blk.{layer}.ffn_norm"),
             *decoder.glu(layer, "gelu_tanh"),

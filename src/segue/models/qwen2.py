@@ -2,12 +2,10 @@
 
 from segue.models.decoder import Decoder
 from segue.models.program import Program
-from segue.weights.model_file import ModelFile
 
 
-def build(model: ModelFile) -> Program:
+def build(decoder: Decoder) -> Program:
     """Raises ModelFileError when the file cannot be computed exactly as it says."""
-    decoder = Decoder(model)
     rope = decoder.rope(interleaved=False)
     ops = decoder.embed()
     for layer in range(decoder.sizes.layers):
