@@ -19,3 +19,11 @@ def test_python_block(block: str) -> None:
 
 def test_there_are_blocks() -> None:
     assert len(BLOCKS) >= 3
+
+
+def test_adding_a_model_shows_the_code() -> None:
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "adding-a-model.md").read_text()
+    family, golden = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    assert family == (root / "src" / "segue" / "models" / "qwen2.py").read_text()
+    assert golden in (root / "scripts" / "make_golden_families.py").read_text()
