@@ -28,7 +28,7 @@ help:
 	@echo "make serve         the same, and the server stays"
 	@echo "make test          all tests"
 	@echo "make check         format, lint, types, of Python, C++ and JavaScript"
-	@echo "make package       the wheel and the source distribution; the wheel is tried in an empty environment"
+	@echo "make package       the wheel and the source distribution; it is tried in an empty environment, on each Python"
 	@echo "make exactness     random configurations of everything at once against the plain engine, numbers $(CONFIGS)"
 	@echo "make simulate      the scheduler under random workloads, of seeds $(SEEDS)"
 	@echo "make sanitize      tests of the native code, built with checks of addresses, undefined behaviour and threads"
@@ -66,6 +66,7 @@ package: $(VENV)/.installed $(VENV)/.dev
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	scripts/try_wheel.sh dist/*.whl $(BIN)/python
+	scripts/other_pythons.sh dist/*.tar.gz $(BIN)/python
 
 exactness: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python -m tests.exactness.random_configurations --configs $(CONFIGS)
