@@ -432,7 +432,7 @@ def test_ctrl_c_stops_an_answer_which_is_remembered_as_shown(
         assert terminal.wait() == 0
     asked, answer = json.loads(saved.read_text())
     assert asked["content"] == "the hen"
-    text = shown.removesuffix(b" ...\r\n").replace(b"^C", b"").replace(b"\r\n", b"\n")
+    text = shown.removesuffix(b" ...\r\n").replace(CTRL_C, b"").replace(b"\r\n", b"\n")
     assert text == terminal_text(answer["content"]).encode()
     assert b"Traceback" not in terminal.shown
 

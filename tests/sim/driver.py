@@ -130,7 +130,6 @@ class World:
         """Where requests enter, whichever engine runs them."""
         self.clients: dict[str, Client] = {}
         self.num_steps = 0
-        self.num_finished = 0
         self.checker = Checker(self.engine, self._memory())
         self.journal = Journal(setup.config)
         self._num_told = 0
@@ -347,7 +346,6 @@ class World:
         if output.finished:
             require(not client.is_waiting, f"{client.request_id} finished with answers due")
             require(not client.input_open, f"{client.request_id} finished with its input open")
-            self.num_finished += 1
             del self.clients[client.request_id]
 
     def _receive_error(self, client: Client, output: EngineOutput) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from segue.cli.output import tell
 from segue.cli.talk.backend import ChatBackend
 from segue.cli.talk.conversation import Conversation
-from segue.cli.talk.terminal import line_history, read_entry
+from segue.cli.talk.terminal import line_history, read_entry, undisturbed_output
 from segue.display import one_line
 from segue.errors import RequestFailed, UsageError
 from segue.sample.params import SamplingParams
@@ -52,7 +52,8 @@ def _take_next(conversation: Conversation, *, is_interactive: bool) -> bool:
     try:
         entry = read_entry(is_interactive=is_interactive)
         if entry is not None:
-            return conversation.take(entry)
+            with undisturbed_output() if is_interactive else nullcontext():
+                return conversation.take(entry)
         if is_interactive:
             print(file=sys.stderr)
         return False

@@ -1,6 +1,7 @@
 """What the user types: lines that go on, blocks of lines, and the history of the lines."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -58,6 +59,31 @@ def _read_line(prompt: str) -> str | None:
         return input(prompt)
     except EOFError:
         return None
+
+
+@contextmanager
+def undisturbed_output() -> Iterator[None]:
+    """Ctrl-C leaves no ^C in what is shown, and loses nothing of it: a terminal would throw away what was written and
+    is not on the screen yet (`ECHOCTL` and `NOFLSH` in termios(3)). On a terminal only."""
+    try:
+        import termios
+    except ImportError:
+        yield
+        return
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except termios.error:  # it is gone
+        yield
+        return
+    local = 3
+    changed = [*before]
+    changed[local] = (before[local] & ~termios.ECHOCTL) | termios.NOFLSH
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, changed)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 @contextmanager
