@@ -13,7 +13,7 @@ Of each case the folder holds
 """
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,6 +196,27 @@ def olmo2() -> Family:
     return Family(gguf.MODEL_ARCH.OLMO2, config, {"rope.freq_base": 5e5})
 
 
+def mixtral() -> Family:
+    config = transformers.MixtralConfig(
+        **{**SIZES, "intermediate_size": 32}, tie_word_embeddings=False, num_local_experts=5, num_experts_per_tok=2,
+        rope_parameters=rope(1e6),
+    )  # fmt: skip
+    metadata = {"rope.freq_base": 1e6, "rope.dimension_count": 8, "expert_count": 5, "expert_used_count": 2}
+    return Family(gguf.MODEL_ARCH.LLAMA, config, metadata, interleaved=True)
+
+
+def qwen3moe() -> Family:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, tie_word_embeddings=False, head_dim=12, num_experts=6, num_experts_per_tok=3,
+        moe_intermediate_size=24, norm_topk_prob=True, rope_parameters=rope(1e6),
+    )  # fmt: skip
+    metadata = {
+        "rope.freq_base": 1e6, "attention.key_length": 12, "attention.value_length": 12, "expert_count": 6,
+        "expert_used_count": 3, "expert_feed_forward_length": 24,
+    }  # fmt: skip
+    return Family(gguf.MODEL_ARCH.QWEN3MOE, config, metadata)
+
+
 def smollm3() -> Family:
     """The last of its four layers has no RoPE."""
     config = transformers.SmolLM3Config(
@@ -215,7 +236,8 @@ def gpt2() -> Family:
 
 
 FAMILIES: tuple[Callable[[], Family], ...] = (
-    gemma2, gemma3, gpt2, granite, llama2, llama3, mistral, olmo2, phi3, phi4, qwen2, qwen3, smollm3,
+    gemma2, gemma3, gpt2, granite, llama2, llama3, mistral, mixtral, olmo2, phi3, phi4, qwen2, qwen3,
+    qwen3moe, smollm3,
 )  # fmt: skip
 
 
@@ -234,11 +256,22 @@ def interleave(rows: FloatArray, heads: int) -> FloatArray:
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 
+def with_experts_apart(state: Mapping[str, FloatArray]) -> Iterator[tuple[str, FloatArray]]:
+    """Gate and up of all experts, which newer versions of `transformers` keep in one tensor, as two."""
+    for name, values in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = np.split(values, 2, axis=1)
+            yield name.replace("gate_up_proj", "gate_proj.weight"), gate
+            yield name.replace("gate_up_proj", "up_proj.weight"), up
+        else:
+            yield (f"{name}.weight" if name.endswith("experts.down_proj") else name), values
+
+
 def gguf_tensors(family: Family, state: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
     config = family.config
     names = gguf.get_tensor_name_map(family.arch, config.num_hidden_layers)
     tensors = dict(family.tensors)
-    for theirs, values in state.items():
+    for theirs, values in with_experts_apart(state):
         if theirs == "lm_head.weight" and config.tie_word_embeddings:
             continue
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))

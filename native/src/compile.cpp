@@ -135,7 +135,9 @@ class Compiler {
         if (op.weights.empty()) throw ModelFileError("linear: it has no weights");
         const Source source = source_of(op.x);
         sources_.erase(op.out);
-        const Products products{pack_stack(op.weights, source.width, width(op.out)), bias(op), op.scale};
+        std::vector<Tensor> stack;
+        for (const std::string& name : op.weights) stack.push_back(matrix(name, source.width));
+        const Products products{pack_stack(stack, source.width, width(op.out)), bias(op), op.scale};
         plan_.ops.push_back(LinearOp{source, products, store(op.out), op.accumulate});
     }
 
@@ -177,9 +179,41 @@ class Compiler {
                                         op.sinks.empty() ? nullptr : vector(op.sinks, heads.num_heads)});
     }
 
+    void add(const program::Experts& op) {
+        if (op.count < 1 || op.used < 1 || op.used > op.count || op.width < 1) {
+            throw ModelFileError("experts: " + std::to_string(op.used) + " of " + std::to_string(op.count) +
+                                 ", networks of " + std::to_string(op.width));
+        }
+        const Source source = source_of(op.x);
+        const auto products = [&](const std::vector<Tensor>& stack, int inputs, int outputs) {
+            return Products{pack_stack(stack, inputs, outputs), nullptr, 1.0f};
+        };
+        const Products router = products({matrix(op.router, source.width)}, source.width, op.count);
+        ExpertsOp experts{source, router, {}, stored(op.out), op.used, op.width, op.function};
+        for (int e = 0; e < op.count; ++e) {
+            const Tensor gate = one_of(op.gate, op.count, e, source.width);
+            const Tensor up = one_of(op.up, op.count, e, source.width);
+            const Tensor down = one_of(op.down, op.count, e, op.width);
+            if (gate.rows != op.width) throw ModelFileError(op.gate + ": its networks have another width");
+            experts.experts.push_back(
+                {products({gate, up}, source.width, 2 * op.width), products({down}, op.width, width(op.out))});
+        }
+        plan_.ops.push_back(std::move(experts));
+    }
+
+    // Matrix `index` of the `count` of a tensor.
+    Tensor one_of(const std::string& name, int count, int index, int inputs) const {
+        Tensor t = matrix(name, inputs);
+        if (t.rows % count != 0) throw ModelFileError(name + ": its rows are not those of " + std::to_string(count));
+        t.rows /= count;
+        t.data = t.row(t.rows * index);
+        return t;
+    }
+
     void add(const program::Logits& op) {
         const Source source = source_of(op.x);
-        const Products products{pack_stack({op.weight}, source.width, program_.vocab_size), nullptr, op.scale};
+        const Products products{pack_stack({matrix(op.weight, source.width)}, source.width, program_.vocab_size),
+                                nullptr, op.scale};
         plan_.ops.push_back(LogitsOp{source, products, op.softcap});
     }
 
@@ -225,6 +259,10 @@ class Compiler {
             } else if (const auto* parts = std::get_if<NormPartsOp>(&plan_.ops[i])) {
                 read(parts->buffer);
                 written.insert(parts->buffer);
+            } else if (const auto* experts = std::get_if<ExpertsOp>(&plan_.ops[i])) {
+                read(experts->source.buffer);
+                read(experts->out);
+                written.insert(experts->out);
             } else if (const auto* logits = std::get_if<LogitsOp>(&plan_.ops[i])) {
                 read(logits->source.buffer);
             } else if (const auto* embedding = std::get_if<EmbedOp>(&plan_.ops[i])) {
@@ -234,15 +272,16 @@ class Compiler {
         plan_.tail_reads.assign(reads.begin(), reads.end());
     }
 
-    // Whether what the operation at hand writes is read by linear layers and logits only, and its own input stays as it
-    // is until the last of them.
+    // Whether what the operation at hand writes is read by linear layers, experts and logits only, and its own input
+    // stays as it is until the last of them.
     template <class Op>
     bool only_linear_reads(const Op& op) const {
         bool input_changed = false;
         for (size_t i = at_ + 1; i < program_.ops.size(); ++i) {
             const program::Op& later = program_.ops[i];
             const auto* linear = std::get_if<program::Linear>(&later);
-            const bool multiplies = linear != nullptr || std::holds_alternative<program::Logits>(later);
+            const bool multiplies = linear != nullptr || std::holds_alternative<program::Experts>(later) ||
+                                    std::holds_alternative<program::Logits>(later);
             if (is(input_of(later), op.out) && (!multiplies || input_changed)) return false;
             if (is(output_of(later), op.out)) return linear == nullptr || !linear->accumulate;
             input_changed = input_changed || is(output_of(later), op.x);
@@ -309,14 +348,14 @@ class Compiler {
         return values;
     }
 
-    std::vector<LinearPart> pack_stack(const std::vector<std::string>& names, int inputs, int outputs) {
+    std::vector<LinearPart> pack_stack(const std::vector<Tensor>& stack, int inputs, int outputs) {
         std::vector<LinearPart> parts;
         int64_t rows = 0;
-        for (size_t i = 0; i < names.size();) {
+        for (size_t i = 0; i < stack.size();) {
             const int64_t first = rows;
             std::vector<Tensor> same;
-            for (; i < names.size(); ++i) {
-                const Tensor& t = matrix(names[i], inputs);
+            for (; i < stack.size(); ++i) {
+                const Tensor& t = stack[i];
                 if (!same.empty() && format_of(t.type) != format_of(same.front().type)) break;
                 same.push_back(t);
                 rows += t.rows;
@@ -325,7 +364,7 @@ class Compiler {
             parts.push_back({plan_.matrices.back().get(), static_cast<int>(first)});
         }
         if (rows != outputs) {
-            throw ModelFileError(names.at(0) + " and what is stacked on it: " + std::to_string(rows) +
+            throw ModelFileError(stack.at(0).name + " and what is stacked on it: " + std::to_string(rows) +
                                  " rows, expected " + std::to_string(outputs));
         }
         plan_.max_inputs = std::max(plan_.max_inputs, inputs);

@@ -30,8 +30,24 @@ Scratch::Scratch(const Plan& plan, int vocab_size, const KernelTable& kernels, i
         }
         work.activations.reserve(kChunkRows, plan.max_inputs, floats);
     }
+    for (const PlanOp& op : plan.ops) {
+        if (const auto* experts = std::get_if<ExpertsOp>(&op)) reserve_experts(*experts, plan);
+    }
     shared.reserve(kSharedRows, plan.max_inputs, floats);
     logits.reserve(kLogitRows * row_stride(vocab_size));
+}
+
+void Scratch::reserve_experts(const ExpertsOp& op, const Plan& plan) {
+    const size_t out = row_stride(plan.widths[static_cast<size_t>(op.out)]);
+    const auto used = static_cast<size_t>(op.used);
+    for (Workspace& work : workspaces) {
+        work.row.reserve_zeroed(static_cast<size_t>(op.width) + kPanel);
+        work.scores.reserve_zeroed(row_stride(static_cast<int>(op.experts.size())));
+        work.gate_up.reserve_zeroed(kChunkRows * row_stride(2 * op.width));
+        work.expert_rows.reserve_zeroed(kChunkRows * out);
+    }
+    routes.resize(std::max(routes.size(), kChunkRows * used));
+    expert_rows.reserve_zeroed(kChunkRows * used * out);
 }
 
 void Scratch::reserve(const Plan& plan, const StepLayout& layout) {
@@ -56,7 +72,12 @@ Execution::Execution(const Plan& plan, const std::vector<RopeTable>& ropes, cons
     constexpr size_t kPhasesPerOp = 2;
     constexpr size_t kPhasesPerSlice = 3;
     constexpr size_t kOtherPhases = 2;  // copies of blocks and of wanted rows
+    constexpr size_t kPhasesPerExpertChunk = 3;
+    const auto num_experts = static_cast<size_t>(std::count_if(
+        plan.ops.begin(), plan.ops.end(), [](const PlanOp& op) { return std::holds_alternative<ExpertsOp>(op); }));
+    const auto chunks = static_cast<size_t>(ceil_div(layout.rows, kChunkRows));
     counters = std::vector<Counter>(kOtherPhases + kPhasesPerOp * plan.ops.size() +
+                                    kPhasesPerExpertChunk * num_experts * chunks +
                                     kPhasesPerSlice * (layout.wanted.size() / kLogitRows + 1));
     for (const AttentionItems& items : layout.attention) {
         std::vector<Counter>& counts = missing.emplace_back(items.groups.size());

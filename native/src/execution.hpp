@@ -34,9 +34,18 @@ struct Activations {
     QuantView quant(int inputs) { return {q.data(), scale.data(), sum.data(), isum.data(), inputs / kGroup}; }
 };
 
+// One of a row's experts.
+struct Route {
+    int expert;
+    float weight;
+};
+
 // One thread's scratch.
 struct Workspace {
     Buffer<float> row;
+    Buffer<float> scores;       // of a router
+    Buffer<float> gate_up;      // of an expert, and
+    Buffer<float> expert_rows;  // what it gives
     Activations activations;
     Buffer<uint8_t> linear;
     Buffer<float> attention;
@@ -50,11 +59,15 @@ struct Scratch {
     // Makes room for a step.
     void reserve(const Plan& plan, const StepLayout& layout);
 
+    void reserve_experts(const ExpertsOp& op, const Plan& plan);
+
     std::vector<Buffer<float>> rows;    // by buffer
     std::vector<Workspace> workspaces;  // by thread
     Activations shared;
     Buffer<float> logits;
     Buffer<float> partials;
+    std::vector<Route> routes;  // of up to kChunkRows rows, by expert
+    Buffer<float> expert_rows;  // of the same experts
 };
 
 // A count that threads take numbers from, alone in its cache line.

@@ -78,12 +78,26 @@ struct AttentionOp {
     float softcap;
     const float* sinks;
 };
+// One of the networks of an ExpertsOp.
+struct Expert {
+    Products gate_up;
+    Products down;
+};
+struct ExpertsOp {
+    Source source;
+    Products router;
+    std::vector<Expert> experts;
+    BufferId out;
+    int used;
+    int width;  // of a network
+    Function function;
+};
 struct LogitsOp {
     Source source;
     Products products;
     float softcap;
 };
-using PlanOp = std::variant<EmbedOp, StoreOp, NormPartsOp, LinearOp, AttentionOp, LogitsOp>;
+using PlanOp = std::variant<EmbedOp, StoreOp, NormPartsOp, LinearOp, AttentionOp, ExpertsOp, LogitsOp>;
 
 // A program with its weights packed. Norms and activations that only linear layers read are part of those.
 struct Plan {

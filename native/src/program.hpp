@@ -98,6 +98,18 @@ struct GLU {
     std::string out;
     Function function;
 };
+struct Experts {  // added to out
+    std::string x;
+    std::string router;
+    std::string gate;
+    std::string up;
+    std::string down;
+    std::string out;
+    int count;
+    int used;
+    int width;
+    Function function;
+};
 struct Logits {
     std::string x;
     std::string weight;
@@ -105,7 +117,7 @@ struct Logits {
     float softcap;
 };
 
-using Op = std::variant<Embed, RMSNorm, LayerNorm, NormParts, Linear, Attention, Activation, GLU, Logits>;
+using Op = std::variant<Embed, RMSNorm, LayerNorm, NormParts, Linear, Attention, Activation, GLU, Experts, Logits>;
 
 }  // namespace program
 

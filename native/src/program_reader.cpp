@@ -102,6 +102,12 @@ program::Op read_activation(nb::handle op) {
 
 program::Op read_glu(nb::handle op) { return program::GLU{string_of(op, "x"), string_of(op, "out"), function_of(op)}; }
 
+program::Op read_experts(nb::handle op) {
+    return program::Experts{string_of(op, "x"),    string_of(op, "router"), string_of(op, "gate"), string_of(op, "up"),
+                            string_of(op, "down"), string_of(op, "out"),    int_of(op, "count"),   int_of(op, "used"),
+                            int_of(op, "width"),   function_of(op)};
+}
+
 program::Op read_logits(nb::handle op) {
     return program::Logits{string_of(op, "x"), string_of(op, "weight"), float_of(op, "scale"), cap_of(op, "softcap")};
 }
@@ -111,7 +117,8 @@ using Reader = program::Op (*)(nb::handle op);
 constexpr std::pair<std::string_view, Reader> kReaders[] = {
     {"Embed", read_embed},           {"RMSNorm", read_rms_norm}, {"LayerNorm", read_layer_norm},
     {"NormParts", read_norm_parts},  {"Linear", read_linear},    {"Attention", read_attention},
-    {"Activation", read_activation}, {"GLU", read_glu},          {"Logits", read_logits},
+    {"Activation", read_activation}, {"GLU", read_glu},          {"Experts", read_experts},
+    {"Logits", read_logits},
 };
 
 // Returns read(), or raises ModelFileError that says what of `object` cannot be read.
@@ -153,13 +160,14 @@ void read_tensor(nb::handle object, Tensors& to) {
     const std::string name = string_of(object, "name");
     std::vector<int64_t> shape;
     for_each(get(object, "shape"), "shape", [&](nb::handle size) { shape.push_back(to_int64(size, "shape")); });
-    if (shape.empty() || shape.size() > 2) {
-        throw ModelFileError(name + ": only tensors of one or two dimensions are supported");
+    if (shape.empty() || shape.size() > 3) {
+        throw ModelFileError(name + ": only tensors of one to three dimensions are supported");
     }
+    int64_t rows = 1;  // of all matrices together, where there are several
+    for (size_t i = 0; i + 1 < shape.size(); ++i) rows *= shape[i];
     nb::object data = get(object, "data");
     const auto bytes = nb::cast<Bytes>(data);
-    const Tensor tensor{name, static_cast<TensorType>(int_of(object, "type")), shape.size() == 1 ? 1 : shape.front(),
-                        shape.back(), bytes.data()};
+    const Tensor tensor{name, static_cast<TensorType>(int_of(object, "type")), rows, shape.back(), bytes.data()};
     if (static_cast<size_t>(tensor.rows) * row_bytes(tensor.type, tensor.columns) != bytes.size()) {
         throw ModelFileError(name + ": " + std::to_string(bytes.size()) + " bytes do not fit its shape");
     }

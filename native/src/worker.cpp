@@ -1,11 +1,14 @@
 // Computes a step.
 //
-// Between two attentions every operation works on single rows. With many rows in a step, each thread takes chunks
-// of rows through the whole run of operations; with few, all threads share the outputs of each matrix. Which of the
-// two, and which thread does what, changes no result.
+// Between two attentions every operation but experts works on single rows. With many rows in a step, each thread
+// takes chunks of rows through the whole run of operations; with few, all threads share the outputs of each matrix.
+// Which of the two, and which thread does what, changes no result.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
+#include <span>
 
 #include "attend.hpp"
 #include "execution.hpp"
@@ -35,6 +38,30 @@ int outputs_of(const std::vector<LinearPart>& parts) {
     return parts.back().first_output + parts.back().matrix->outputs;
 }
 
+// The experts with the largest scores, by number, and the softmax of these. Of equal scores the first counts as larger.
+// A score that is not finite makes all weights NaN, which is found in the logits.
+void choose_experts(std::span<const float> scores, std::span<Route> routes) {
+    const bool finite = std::all_of(scores.begin(), scores.end(), [](float score) { return std::isfinite(score); });
+    for (size_t i = 0; i < routes.size(); ++i) {
+        const auto is_taken = [&](int expert) {
+            return std::any_of(routes.begin(), routes.begin() + static_cast<std::ptrdiff_t>(i),
+                               [&](const Route& route) { return route.expert == expert; });
+        };
+        int best = -1;
+        for (int e = 0; e < static_cast<int>(scores.size()); ++e) {
+            const bool is_larger =
+                best < 0 || (finite && scores[static_cast<size_t>(e)] > scores[static_cast<size_t>(best)]);
+            if (!is_taken(e) && is_larger) best = e;
+        }
+        routes[i] = {best, scores[static_cast<size_t>(best)]};
+    }
+    const float largest = routes.front().weight;
+    std::sort(routes.begin(), routes.end(), [](const Route& a, const Route& b) { return a.expert < b.expert; });
+    float sum = 0.0f;
+    for (Route& route : routes) sum += route.weight = std::exp(route.weight - largest);
+    for (Route& route : routes) route.weight = finite ? route.weight / sum : std::numeric_limits<float>::quiet_NaN();
+}
+
 // One thread's part of an execution. All threads go through the same phases; inside a phase they take turns by its
 // counter.
 class Worker {
@@ -59,6 +86,9 @@ class Worker {
                 ++i;
                 const AttentionItems& items = layout_.attention[attention->shape];
                 attend(*attention, i == plan_.tail ? items.last : items.all);
+            } else if (const auto* experts = std::get_if<ExpertsOp>(&ops[i])) {
+                compute_experts(*experts);
+                ++i;
             } else if (const auto* logits = std::get_if<LogitsOp>(&ops[i])) {
                 compute_logits(*logits);
                 ++i;
@@ -93,7 +123,7 @@ class Worker {
     size_t end_of_row_ops(size_t i) const {
         const std::vector<PlanOp>& ops = plan_.ops;
         while (i < ops.size() && !std::holds_alternative<AttentionOp>(ops[i]) &&
-               !std::holds_alternative<LogitsOp>(ops[i])) {
+               !std::holds_alternative<ExpertsOp>(ops[i]) && !std::holds_alternative<LogitsOp>(ops[i])) {
             ++i;
         }
         return i;
@@ -189,23 +219,25 @@ class Worker {
 
     // Row r of the source becomes row `at` of the activations.
     void prepare_row(const Source& source, const std::vector<LinearPart>& parts, int r, int at, Activations& to) {
-        const float* x = source_row(source, r, work_.row.data());
-        if (reads_integers(parts)) run_.kernels.quantise_row(x, to.quant(source.width), at);
+        prepare(source_row(source, r, work_.row.data()), source.width, parts, at, to);
+    }
+    void prepare(const float* x, int width, const std::vector<LinearPart>& parts, int at, Activations& to) {
+        if (reads_integers(parts)) run_.kernels.quantise_row(x, to.quant(width), at);
         if (reads_floats(parts)) {
             std::memcpy(to.rows.data() + static_cast<size_t>(at) * to.stride, x,
-                        static_cast<size_t>(source.width) * sizeof(float));
+                        static_cast<size_t>(width) * sizeof(float));
         }
     }
 
     // Outputs of panels [begin, end), counted over all parts, for `rows` prepared rows.
-    void multiply(const Source& source, const Products& products, Activations& from, int rows, int begin, int end,
-                  float* out, size_t out_stride, bool accumulate) {
+    void multiply(int inputs, const Products& products, Activations& from, int rows, int begin, int end, float* out,
+                  size_t out_stride, bool accumulate) {
         for (const LinearPart& part : products.parts) {
             const int panels = part.matrix->panels();
             if (begin < panels && end > 0) {
                 run_.kernels.linear[static_cast<size_t>(part.matrix->format)]({
                     .w = part.matrix->view(),
-                    .quant = from.quant(source.width),
+                    .quant = from.quant(inputs),
                     .x = from.rows.data(),
                     .x_stride = from.stride,
                     .out = out + part.first_output,
@@ -250,7 +282,7 @@ class Worker {
         } else if (const auto* linear = std::get_if<LinearOp>(&op)) {
             for (int r = begin; r < end; ++r)
                 prepare_row(linear->source, linear->products.parts, r, r - begin, work_.activations);
-            multiply(linear->source, linear->products, work_.activations, end - begin, 0,
+            multiply(linear->source.width, linear->products, work_.activations, end - begin, 0,
                      count_panels(linear->products.parts), run_.row(linear->out, begin), run_.stride(linear->out),
                      linear->accumulate);
         }
@@ -288,7 +320,7 @@ class Worker {
         constexpr int kPiecesPerThread = 6;
         const int panels = count_panels(products.parts);
         share(panels, std::max(1, panels / (threads_ * kPiecesPerThread)), [&](int begin, int end) {
-            multiply(source, products, from, rows, begin, end, out, out_stride, accumulate);
+            multiply(source.width, products, from, rows, begin, end, out, out_stride, accumulate);
         });
     }
 
@@ -303,6 +335,83 @@ class Worker {
         share(static_cast<int>(items.size()), 1,
               [&](int i, int) { attend_item(run_, op, items[static_cast<size_t>(i)], work_.attention.data()); });
         barrier();
+    }
+
+    // ---- experts: threads share them, and the rows before and after -----------------------------------------------
+
+    void compute_experts(const ExpertsOp& op) {
+        for (int first = 0; first < rows_; first += kChunkRows) {
+            const int rows = std::min(kChunkRows, rows_ - first);
+            share_rows(rows, [&](int begin, int end) {
+                for (int r = begin; r < end; ++r) route(op, first + r, routes_of(op, r));
+            });
+            barrier();
+            share(static_cast<int>(op.experts.size()), 1,
+                  [&](int expert, int) { run_expert(op, expert, first, rows); });
+            barrier();
+            share_rows(rows, [&](int begin, int end) {
+                for (int r = begin; r < end; ++r) add_experts(op, r, run_.row(op.out, first + r));
+            });
+            barrier();
+        }
+    }
+
+    std::span<Route> routes_of(const ExpertsOp& op, int r) {
+        const auto used = static_cast<size_t>(op.used);
+        return std::span(run_.scratch.routes).subspan(static_cast<size_t>(r) * used, used);
+    }
+
+    // Row r's experts and their weights.
+    void route(const ExpertsOp& op, int r, std::span<Route> routes) {
+        const std::vector<LinearPart>& parts = op.router.parts;
+        prepare_row(op.source, parts, r, 0, work_.activations);
+        multiply(op.source.width, op.router, work_.activations, 1, 0, count_panels(parts), work_.scores.data(), 0,
+                 false);
+        choose_experts({work_.scores.data(), op.experts.size()}, routes);
+    }
+
+    // One expert's rows, for those of rows [first, first + rows) that go through it.
+    void run_expert(const ExpertsOp& op, int expert, int first, int rows) {
+        const Expert& own = op.experts[static_cast<size_t>(expert)];
+        const size_t inner_stride = row_stride(2 * op.width);
+        const size_t stride = run_.stride(op.out);
+        int count = 0;
+        for_routes(op, expert, rows, [&](int i) {
+            prepare_row(op.source, own.gate_up.parts, first + i / op.used, count++, work_.activations);
+        });
+        if (count == 0) return;
+        multiply(op.source.width, own.gate_up, work_.activations, count, 0, count_panels(own.gate_up.parts),
+                 work_.gate_up.data(), inner_stride, false);
+        for (int i = 0; i < count; ++i) {
+            const float* inner = work_.gate_up.data() + static_cast<size_t>(i) * inner_stride;
+            run_.kernels.glu(op.function, inner, op.width, work_.row.data());
+            prepare(work_.row.data(), op.width, own.down.parts, i, work_.activations);
+        }
+        multiply(op.width, own.down, work_.activations, count, 0, count_panels(own.down.parts),
+                 work_.expert_rows.data(), stride, false);
+        const float* from = work_.expert_rows.data();
+        for_routes(op, expert, rows, [&](int i) {
+            std::memcpy(run_.scratch.expert_rows.data() + static_cast<size_t>(i) * stride, from,
+                        stride * sizeof(float));
+            from += stride;
+        });
+    }
+
+    // Visits the numbers of the routes that lead to an expert.
+    template <class Visit>
+    void for_routes(const ExpertsOp& op, int expert, int rows, const Visit& visit) {
+        for (int i = 0; i < rows * op.used; ++i) {
+            if (run_.scratch.routes[static_cast<size_t>(i)].expert == expert) visit(i);
+        }
+    }
+
+    void add_experts(const ExpertsOp& op, int r, float* out) {
+        const size_t stride = run_.stride(op.out);
+        const float* from = run_.scratch.expert_rows.data() + static_cast<size_t>(r * op.used) * stride;
+        for (const Route& route : routes_of(op, r)) {
+            for (int i = 0; i < plan_.widths[static_cast<size_t>(op.out)]; ++i) out[i] += route.weight * from[i];
+            from += stride;
+        }
     }
 
     // ---- logits -------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from segue.models.program import (
     Activation,
     Attention,
     Embed,
+    Experts,
     LayerNorm,
     Linear,
     Logits,
@@ -73,12 +74,27 @@ def every_operation() -> tuple[Program, ModelFile]:
             Linear("activated", (down,), "x", accumulate=True, scale=0.5),
         ]
 
+    def experts(index: int) -> list[Op]:
+        """Two of four, among them two with the same scores."""
+        router = matrix(f"{index}.router", 4, HIDDEN)
+        scores = tensors[router].data.view(np.float32).reshape(4, HIDDEN)
+        scores[3] = scores[1]
+        gate, up = (
+            tensor(f"{index}.{name}", 4, FFN, HIDDEN, scale=HIDDEN**-0.5) for name in ("gates", "ups")
+        )
+        down = tensor(f"{index}.downs", 4, HIDDEN, FFN, scale=FFN**-0.5)
+        return [
+            RMSNorm("x", norm(f"{index}.experts_norm", HIDDEN), "normed", 1e-6),
+            Experts("normed", router, gate, up, down, "x", 4, 2, FFN, "silu"),
+        ]
+
     positions = tensor("positions", CONTEXT + 2, HIDDEN, scale=0.3)
     ops: list[Op] = [Embed(matrix("embed", VOCAB, HIDDEN), "x", 3.0, positions, first_position=2)]
     ops += layer(0, Rope(1e4, 6, interleaved=False, scale=1.2), window=7, softcap=None, sinks=False)
     ops += network(0, GLU("gate_up", "activated", "gelu"))
     ops += layer(1, None, window=100, softcap=2.5, sinks=True)
     ops += network(1, Activation("up", "activated", "relu"))
+    ops += experts(1)
     ops += layer(2, Rope(1e4, 8, interleaved=True), window=None, softcap=None, sinks=True)
     ops += network(2, GLU("gate_up", "activated", "gelu_tanh"))
     ops += layer(3, None, window=300, softcap=None, sinks=False)

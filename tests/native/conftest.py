@@ -5,6 +5,7 @@ import pytest
 from tests.models.every_operation import every_operation
 from tests.native.models import (
     EVERY_OPERATION,
+    EXPERTS,
     FLOAT_TYPES,
     ISAS,
     QUANTISED_TYPES,
@@ -12,19 +13,21 @@ from tests.native.models import (
     Loaded,
     has_isa,
     make_model,
+    quantised_experts,
     with_unequal_layers,
 )
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
-    """A tiny model of each tensor type, one whose layers differ, and one of every operation."""
+    """A tiny model of each tensor type, one whose layers differ, one of every operation, one of experts."""
     folder = tmp_path_factory.mktemp("native")
     models = {kind: make_model(folder / f"{kind}.gguf", kind) for kind in QUANTISED_TYPES + FLOAT_TYPES}
     return {
         **models,
         UNEQUAL_LAYERS: with_unequal_layers(models["F32"]),
         EVERY_OPERATION: every_operation(),
+        EXPERTS: quantised_experts(),
     }
 
 

@@ -11,15 +11,19 @@ from segue.errors import ParameterError
 from segue.models import build_program
 from segue.models.program import Program, Rope
 from segue.runtime.native import ISA_VARIABLE, NativeExecutor
+from segue.weights.dequantize import dequantize
 from segue.weights.gguf import load_gguf
-from segue.weights.model_file import ModelFile
-from tests.weights.make_gguf import tiny_llama
+from segue.weights.model_file import ModelFile, TensorType
+from tests.weights.make_gguf import quantised, tiny_llama
+
+FAMILIES = Path(__file__).parent.parent / "golden" / "families"
 
 ISAS = ("avx512_amx", "avx512", "avx2_vnni", "avx2", "portable")
 QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
 FLOAT_TYPES = ("F32", "F16", "BF16")
 UNEQUAL_LAYERS = "F32, layers that differ in their heads"
 EVERY_OPERATION = "F32, every operation"
+EXPERTS = "Q8_0, experts"
 
 Loaded = tuple[Program, ModelFile]
 
@@ -61,6 +65,20 @@ def with_unequal_layers(loaded: Loaded) -> Loaded:
     rope = Rope(theta=1e6, dim=16, interleaved=False)
     other = replace(second, num_heads=3, num_kv_heads=1, head_dim=20, rope=rope)
     return replace(program, ops=tuple(other if op is second else op for op in program.ops)), model
+
+
+def quantised_experts() -> Loaded:
+    """The golden Mixtral with its matrices in Q8_0, but for the routers."""
+    program, model = load(FAMILIES / "mixtral.gguf")
+    tensors = {
+        name: tensor
+        if len(tensor.shape) == 1 or "gate_inp" in name
+        else replace(
+            tensor, type=TensorType.Q8_0, data=quantised(dequantize(tensor), TensorType.Q8_0).reshape(-1)
+        )
+        for name, tensor in model.tensors.items()
+    }
+    return program, replace(model, tensors=tensors)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from segue.contract.step import Sampling, SeqStep, TokenLogprobs
 from segue.runtime.native import NativeExecutor
 from tests.native.models import (
     EVERY_OPERATION,
+    EXPERTS,
     FLOAT_TYPES,
     QUANTISED_TYPES,
     UNEQUAL_LAYERS,
@@ -122,7 +123,7 @@ def run_batch(executor: NativeExecutor, batch: Batch) -> list[list[TokenLogprobs
     return rows
 
 
-@pytest.mark.parametrize("kind", [*QUANTISED_TYPES, *FLOAT_TYPES, UNEQUAL_LAYERS, EVERY_OPERATION])
+@pytest.mark.parametrize("kind", [*QUANTISED_TYPES, *FLOAT_TYPES, UNEQUAL_LAYERS, EVERY_OPERATION, EXPERTS])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_batch_gives_the_bits_of_single_tokens(
@@ -139,7 +140,7 @@ def test_any_batch_gives_the_bits_of_single_tokens(
 
 
 @pytest.mark.parametrize("length", [1, 7, 12, 16, 31, 65, 130, 300])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32", EVERY_OPERATION, EXPERTS])
 def test_any_number_of_rows_gives_the_bits_of_the_longest(
     kind: str, length: int, models: dict[str, Loaded], isas: list[str]
 ) -> None:

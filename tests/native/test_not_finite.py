@@ -16,7 +16,7 @@ from segue.runtime.reference import ReferenceExecutor
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, TensorType
 from tests.models.programs import rope_of, with_rope
-from tests.native.models import FLOAT_TYPES, QUANTISED_TYPES, Loaded, make_executor
+from tests.native.models import EXPERTS, FLOAT_TYPES, QUANTISED_TYPES, Loaded, make_executor
 from tests.weights.make_gguf import tiny_llama
 
 KINDS = QUANTISED_TYPES + FLOAT_TYPES
@@ -97,6 +97,17 @@ def native_executors(loaded: Loaded, isas: list[str]) -> Iterator[tuple[str, Exe
 def all_executors(loaded: Loaded, isas: list[str]) -> Iterator[tuple[str, Executor]]:
     yield "reference", ReferenceExecutor(*loaded)
     yield from native_executors(loaded, isas)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", BAD)
+def test_router(models: dict[str, Loaded], isas: list[str], bad: str) -> None:
+    """Of an expert that may not be among those with the largest scores."""
+    program, model = models[EXPERTS]
+    for row in range(5):
+        loaded = program, spoilt(model, "blk.1.ffn_gate_inp.weight", row, BAD[bad])
+        for name, executor in all_executors(loaded, isas):
+            assert set(forward(executor).errors) == {0, 1, 2}, (name, row)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -19,6 +19,7 @@ _FAMILIES: dict[str, Callable[[Decoder], Program]] = {
     "phi3": phi3.build,
     "qwen2": qwen2.build,
     "qwen3": qwen3.build,
+    "qwen3moe": qwen3.build,
     "smollm3": smollm3.build,
 }
 

@@ -74,6 +74,11 @@ class CheckedModel:
         self._check_shape(self.tensor(name), (outputs, inputs))
         return name
 
+    def matrices(self, name: str, count: int, outputs: int, inputs: int) -> str:
+        """The name of `count` weight matrices of this shape, in one tensor."""
+        self._check_shape(self.tensor(name), (count, outputs, inputs))
+        return name
+
     def vector(self, name: str, width: int) -> str:
         """The name of a vector of floats."""
         tensor = self.tensor(name)

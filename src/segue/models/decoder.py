@@ -21,6 +21,7 @@ from segue.models.program import (
     Activation,
     Attention,
     Embed,
+    Experts,
     Function,
     LayerNorm,
     Linear,
@@ -47,6 +48,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (0.0,),
     "embedding_scale": (0.0, 1.0),
     "expert_count": (0,),
+    "expert_gating_func": (0, 1),  # 1: softmax
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0,),
+    "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0),
     "final_logit_softcapping": (0.0,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
@@ -362,6 +368,32 @@ class Decoder:
         weights = {f"blk.{layer}.ffn_down": self.sizes.hidden}
         return self.linear(
             "activated", "x", self.sizes.ffn, weights, biases=biases, accumulate=True, scale=scale
+        )
+
+    def network(self, layer: int, function: Function = "silu") -> list[Op]:
+        """Added to x, of "normed": gate, up and down, or experts of them where the file has some."""
+        if self.count("expert_count", low=0, default=0):
+            return [self.experts(layer, function)]
+        return [*self.glu(layer, function), self.ffn_down(layer)]
+
+    def experts(self, layer: int, function: Function = "silu") -> Experts:
+        """Added to x, of "normed"."""
+        block, hidden = f"blk.{layer}", self.sizes.hidden
+        count = self.count("expert_count")
+        used = self.count("expert_used_count", high=count)
+        width = self.count("expert_feed_forward_length", default=self.sizes.ffn)
+        matrices = self.checked.matrices
+        return Experts(
+            "normed",
+            self.checked.matrix(f"{block}.ffn_gate_inp.weight", count, hidden),
+            matrices(f"{block}.ffn_gate_exps.weight", count, width, hidden),
+            matrices(f"{block}.ffn_up_exps.weight", count, width, hidden),
+            matrices(f"{block}.ffn_down_exps.weight", count, hidden, width),
+            "x",
+            count,
+            used,
+            width,
+            function,
         )
 
     def normed_branch(self, branch: Linear, norm: str) -> list[Op]:

@@ -5,7 +5,8 @@ each layer:  x += attn_output · attention(rope(q, k), v)    of RMSNorm(x)
              x += ffn_down · (silu(gate) · up)              of RMSNorm(x)
 logits = output · RMSNorm(x)                                output is token_embd when tied
 
-Mistral (Jiang et al. 2023) attends to a window in all layers, where the file says so.
+Mistral (Jiang et al. 2023) attends to a window in all layers, where the file says so. Mixtral (Jiang et al. 2024) has
+experts in place of one network.
 """
 
 from segue.models.decoder import Decoder
@@ -23,7 +24,6 @@ def build(decoder: Decoder) -> Program:
             decoder.attention(layer, rope, window=window),
             decoder.attn_output(layer, biases=True),
             decoder.rms_norm(f"blk.{layer}.ffn_norm"),
-            *decoder.glu(layer),
-            decoder.ffn_down(layer),
+            *decoder.network(layer),
         ]
     return decoder.program([*ops, decoder.rms_norm("output_norm"), *decoder.logits()])

@@ -138,6 +138,28 @@ class GLU:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """out += Σ weight_e · down[e] · (function(gate[e] · x) · (up[e] · x)) over a row's experts e (Shazeer et al. 2017).
+
+    A row's experts are the `used` of `count` with the largest of the scores router · x, the lower number where two are
+    equal; the weights are the softmax of their scores. They are added in the order of their numbers.
+    """
+
+    x: str
+    router: str
+    """[count, width of x]"""
+    gate: str
+    """[count, width, width of x], and so is `up`; `down` is [count, width of out, width]."""
+    up: str
+    down: str
+    out: str
+    count: int
+    used: int
+    width: int
+    function: Function
+
+
+@dataclass(frozen=True)
 class Logits:
     """logits = softcap · tanh(scale · x · Wᵀ / softcap), only for rows that are sampled or scored."""
 
@@ -147,7 +169,7 @@ class Logits:
     softcap: float | None = None
 
 
-Op = Embed | RMSNorm | LayerNorm | NormParts | Linear | Attention | Activation | GLU | Logits
+Op = Embed | RMSNorm | LayerNorm | NormParts | Linear | Attention | Activation | GLU | Experts | Logits
 
 
 @dataclass(frozen=True)

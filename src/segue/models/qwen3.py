@@ -1,4 +1,5 @@
-"""Qwen 3 (Yang et al. 2025): Llama with each head of q and k normalised, and RoPE over halves of a head."""
+"""Qwen 3 (Yang et al. 2025): Llama with each head of q and k normalised, and RoPE over halves of a head;
+and its models with experts ("qwen3moe")."""
 
 from segue.models.decoder import Decoder
 from segue.models.program import Program
@@ -16,7 +17,6 @@ def build(decoder: Decoder) -> Program:
             decoder.attention(layer, rope),
             decoder.attn_output(layer),
             decoder.rms_norm(f"blk.{layer}.ffn_norm"),
-            *decoder.glu(layer),
-            decoder.ffn_down(layer),
+            *decoder.network(layer),
         ]
     return decoder.program([*ops, decoder.rms_norm("output_norm"), *decoder.logits()])

@@ -19,6 +19,7 @@ from segue.models.program import (
     Activation,
     Attention,
     Embed,
+    Experts,
     Function,
     LayerNorm,
     Linear,
@@ -163,6 +164,12 @@ class ReferenceExecutor:
                 case GLU():
                     gate, up = np.split(buffers[op.x], 2, axis=-1)
                     buffers[op.out][:] = _activate(gate, op.function) * up
+                case Experts():
+                    for row, x in enumerate(buffers[op.x]):
+                        for expert, weight in self._route(op, x):
+                            gate, up = (self._weights[name,][expert] @ x for name in (op.gate, op.up))
+                            inner = _activate(gate, op.function) * up
+                            buffers[op.out][row] += weight * (self._weights[op.down,][expert] @ inner)
                 case Logits():
                     first = 0
                     for rows, inputs, into in zip(batch, wanted, logits, strict=True):
@@ -181,6 +188,15 @@ class ReferenceExecutor:
             for weight, bias in zip(op.weights, op.biases or (None,) * len(op.weights), strict=True)
         ]
         return np.concatenate(biases)
+
+    def _route(self, op: Experts, x: FloatArray) -> list[tuple[int, np.float32]]:
+        """The experts of a row and their weights, by number. A score that is not finite makes all weights NaN."""
+        scores = np.array([row @ x for row in self._weights[op.router,]])  # equal rows have equal scores
+        if not np.isfinite(scores).all():
+            scores = np.full_like(scores, np.nan)
+        chosen = sorted(np.argsort(-scores, kind="stable")[: op.used].tolist())
+        weights = np.exp(scores[chosen] - scores[chosen].max())
+        return list(zip(chosen, weights / weights.sum(), strict=True))
 
     def _attend(self, op: Attention, qkv: FloatArray, rows: "_Rows", kv: "_PagedKV") -> FloatArray:
         """One sequence: [rows, (heads + 2·kv_heads) · head_dim] → [rows, heads · head_dim]."""
@@ -266,6 +282,8 @@ def _load_weights(program: Program, model: ModelFile) -> dict[tuple[str, ...], F
                 stacks.add((op.weight,))
                 if op.positions is not None:
                     stacks.add((op.positions,))
+            case Experts():
+                stacks |= {(op.router,), (op.gate,), (op.up,), (op.down,)}
             case RMSNorm() | NormParts() | Logits():
                 stacks.add((op.weight,))
             case LayerNorm():
