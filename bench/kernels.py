@@ -24,6 +24,7 @@ from segue.contract.step import Sampling, SeqStep
 from segue.models import build_program
 from segue.models.program import Attention, Embed, Linear, Op, Program, Rope
 from segue.runtime.native import NativeExecutor
+from segue.weights.dequantize import FORMATS
 from segue.weights.gguf import load_gguf
 from segue.weights.hub import resolve_model
 from segue.weights.model_file import ModelFile, Tensor, TensorType
@@ -31,9 +32,8 @@ from segue.weights.model_file import ModelFile, Tensor, TensorType
 LAYERS = 30
 """Copies of an operation in one step: together larger than the caches, as a model's are."""
 BLOCK_SIZE = 16
-BLOCK_BYTES = {TensorType.Q4_1: 20, TensorType.Q8_0: 34}
 SHAPES = {"qkv": (960, 576), "attention output": (576, 576), "gate, up": (3072, 576), "down": (576, 1536)}
-"""(outputs, inputs) of SmolLM2-135M's layers."""
+"""(outputs, inputs) of SmolLM2-135M's layers. Inputs are rounded up to whole blocks."""
 QKV_WIDTH = (9 + 2 * 3) * 64
 """Of its 9 query heads and 3 KV heads."""
 
@@ -101,8 +101,9 @@ def tensor(name: str, kind: TensorType, outputs: int, inputs: int) -> Tensor:
     if kind is TensorType.F32:
         values = rng.standard_normal((outputs, inputs)).astype(np.float32)
         return Tensor(name, values.shape, kind, values.reshape(-1).view(np.uint8))
-    blocks = rng.integers(0, 256, (outputs * inputs // 32, BLOCK_BYTES[kind]), np.uint8)
-    blocks[:, 1:4:2] = 0x20  # the high bytes of f16 scales and minima: about 0.01
+    stored = FORMATS[kind]
+    size = outputs * inputs // stored.block_elements * stored.block_bytes
+    blocks = rng.integers(0x20, 0x40, size, np.uint8)  # as the high byte of an f16 scale: about 0.01 to 1
     return Tensor(name, (outputs, inputs), kind, blocks.reshape(-1))
 
 
@@ -136,9 +137,11 @@ def prompt(start: int, rows: int, sampling: Sampling | None = None) -> SeqStep:
     return SeqStep(start=start, tokens=[1] * rows, blocks=blocks, sampling=sampling)
 
 
-def time_linear(rows: list[int], threads: int) -> Iterator[Timed]:
-    for kind in (TensorType.Q4_1, TensorType.Q8_0):
-        for name, (outputs, inputs) in SHAPES.items():
+def time_linear(kinds: list[TensorType], rows: list[int], threads: int) -> Iterator[Timed]:
+    for kind in kinds:
+        for name, (outputs, width) in SHAPES.items():
+            elements = FORMATS[kind].block_elements
+            inputs = -(-width // elements) * elements
             weights = [tensor(f"w{i}", kind, outputs, inputs) for i in range(LAYERS)]
             executor = executor_of(
                 [Embed("embed", "x"), *(Linear("x", (w.name,), "y") for w in weights)],
@@ -193,11 +196,15 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 512], help="rows of a step")
+    parser.add_argument("--types", nargs="+", default=["Q4_1", "Q8_0"], help="of the linear layers' weights")
     parser.add_argument("--model", help="a model file or name: also times whole steps of it")
     args = parser.parse_args()
 
     bounds = measure_bounds(args.threads)
-    timed = [*time_linear(args.rows, args.threads), *time_attention(args.rows, args.threads)]
+    timed = [
+        *time_linear([TensorType[name] for name in args.types], args.rows, args.threads),
+        *time_attention(args.rows, args.threads),
+    ]
     if args.model:
         timed += time_model(args.model, args.rows, args.threads)
     print(
