@@ -356,7 +356,7 @@ class Compiler {
             std::vector<Tensor> same;
             for (; i < stack.size(); ++i) {
                 const Tensor& t = stack[i];
-                if (!same.empty() && format_of(t.type) != format_of(same.front().type)) break;
+                if (!same.empty() && t.type != same.front().type) break;
                 same.push_back(t);
                 rows += t.rows;
             }

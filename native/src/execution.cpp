@@ -13,13 +13,14 @@ void Activations::reserve(int max_rows, int inputs, bool floats) {
     scale.reserve_zeroed(padded * groups);
     sum.reserve_zeroed(padded * groups);
     isum.reserve_zeroed(padded * groups);
+    half_isum.reserve_zeroed(2 * padded * groups);
     if (floats) rows.reserve_zeroed(static_cast<size_t>(max_rows) * stride);
 }
 
 Scratch::Scratch(const Plan& plan, int vocab_size, const KernelTable& kernels, int threads)
     : rows(plan.widths.size()), workspaces(static_cast<size_t>(threads)) {
     const bool floats = std::any_of(plan.matrices.begin(), plan.matrices.end(),
-                                    [](const auto& matrix) { return !is_integer(matrix->format); });
+                                    [](const auto& matrix) { return !is_integer(matrix->type); });
     const int widest = std::accumulate(plan.widths.begin(), plan.widths.end(), 0,
                                        [](int most, int width) { return std::max(most, width); });
     for (Workspace& work : workspaces) {

@@ -27,11 +27,14 @@ struct Activations {
     Buffer<float> scale;
     Buffer<float> sum;
     Buffer<int32_t> isum;
+    Buffer<int32_t> half_isum;
     Buffer<float> rows;
     size_t stride = 0;
 
     void reserve(int rows, int inputs, bool floats);
-    QuantView quant(int inputs) { return {q.data(), scale.data(), sum.data(), isum.data(), inputs / kGroup}; }
+    QuantView quant(int inputs) {
+        return {q.data(), scale.data(), sum.data(), isum.data(), half_isum.data(), inputs / kGroup};
+    }
 };
 
 // One of a row's experts.

@@ -30,8 +30,9 @@ size_t count_blocks(int64_t inputs) {
 }
 
 size_t panel_bytes(const Tensor& tensor) {
-    return with_format(tensor.type,
-                       [&]<class Format>() { return count_blocks<Format>(tensor.columns) * Format::packed_bytes; });
+    return with_format(tensor.type, [&]<class Format>() {
+        return count_blocks<Format>(tensor.columns) * sizeof(typename Format::Packed);
+    });
 }
 
 // One row of a panel: a stored row, or none where the panel is padded.
@@ -43,10 +44,12 @@ using SourcePanel = std::array<SourceRow, kPanel>;
 
 template <class Format>
 void pack_row(const uint8_t* row, int inputs, int r, uint8_t* panel) {
+    static_assert(sizeof(typename Format::Packed) == kPanel * sizeof(typename Format::Stored),
+                  "no larger than the file");
     const size_t blocks = count_blocks<Format>(inputs);
     for (size_t i = 0; i < blocks; ++i) {
         const auto stored = row == nullptr ? typename Format::Stored{} : load_block<Format>(row, i);
-        Format::pack(stored, r, panel + i * Format::packed_bytes);
+        Format::pack(stored, r, reinterpret_cast<typename Format::Packed*>(panel)[i]);
     }
 }
 
@@ -64,10 +67,6 @@ size_t row_bytes(TensorType type, int64_t inputs) {
                        [&]<class Format>() { return count_blocks<Format>(inputs) * sizeof(typename Format::Stored); });
 }
 
-WeightFormat format_of(TensorType type) {
-    return with_format(type, []<class Format>() { return Format::packed; });
-}
-
 void dequantise_row(const Tensor& tensor, int64_t row, float* out) {
     const uint8_t* stored = tensor.row(row);
     with_format(tensor.type, [&]<class Format>() {
@@ -80,7 +79,7 @@ void dequantise_row(const Tensor& tensor, int64_t row, float* out) {
 
 PackedMatrix pack(const std::vector<Tensor>& stack, ThreadPool& pool) {
     PackedMatrix m;
-    m.format = format_of(stack.front().type);
+    m.type = stack.front().type;
     m.inputs = static_cast<int>(stack.front().columns);
     int64_t outputs = 0;
     for (const Tensor& tensor : stack) outputs += tensor.rows;

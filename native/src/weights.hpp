@@ -11,9 +11,6 @@
 
 namespace segue {
 
-// GGML's numbers, as segue.weights.model_file.TensorType.
-enum class TensorType { kF32 = 0, kF16 = 1, kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8, kBF16 = 30 };
-
 // Bytes that `inputs` elements of a row take. Raises ModelFileError when they do not fill whole blocks or the type is
 // unknown.
 size_t row_bytes(TensorType type, int64_t inputs);
@@ -32,11 +29,9 @@ struct Tensor {
 // Writes a row's elements [columns] as f32.
 void dequantise_row(const Tensor& tensor, int64_t row, float* out);
 
-WeightFormat format_of(TensorType type);
-
-// Tensors of one format stacked along their rows, in panels of 16 outputs (see WeightFormat).
+// Tensors of one type stacked along their rows, in panels of 16 outputs (kernels/packed.hpp).
 struct PackedMatrix {
-    WeightFormat format;
+    TensorType type;
     int outputs;
     int inputs;
     size_t panel_bytes;

@@ -21,12 +21,12 @@ constexpr int kPrivateRows = kRowBlock;  // up to this many, each thread prepare
 
 bool reads_integers(const std::vector<LinearPart>& parts) {
     return std::any_of(parts.begin(), parts.end(),
-                       [](const LinearPart& part) { return is_integer(part.matrix->format); });
+                       [](const LinearPart& part) { return is_integer(part.matrix->type); });
 }
 
 bool reads_floats(const std::vector<LinearPart>& parts) {
     return std::any_of(parts.begin(), parts.end(),
-                       [](const LinearPart& part) { return !is_integer(part.matrix->format); });
+                       [](const LinearPart& part) { return !is_integer(part.matrix->type); });
 }
 
 int count_panels(const std::vector<LinearPart>& parts) {
@@ -235,7 +235,7 @@ class Worker {
         for (const LinearPart& part : products.parts) {
             const int panels = part.matrix->panels();
             if (begin < panels && end > 0) {
-                run_.kernels.linear[static_cast<size_t>(part.matrix->format)]({
+                run_.kernels.linear[index_of(part.matrix->type)]({
                     .w = part.matrix->view(),
                     .quant = from.quant(inputs),
                     .x = from.rows.data(),

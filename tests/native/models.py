@@ -11,7 +11,7 @@ from segue.errors import ParameterError
 from segue.models import build_program
 from segue.models.program import Program, Rope
 from segue.runtime.native import ISA_VARIABLE, NativeExecutor
-from segue.weights.dequantize import dequantize
+from segue.weights.dequantize import FORMATS, dequantize
 from segue.weights.gguf import load_gguf
 from segue.weights.model_file import ModelFile, TensorType
 from tests.weights.make_gguf import quantised, tiny_llama
@@ -19,8 +19,8 @@ from tests.weights.make_gguf import quantised, tiny_llama
 FAMILIES = Path(__file__).parent.parent / "golden" / "families"
 
 ISAS = ("avx512_amx", "avx512", "avx2_vnni", "avx2", "portable")
-QUANTISED_TYPES = ("Q4_0", "Q4_1", "Q8_0")
 FLOAT_TYPES = ("F32", "F16", "BF16")
+QUANTISED_TYPES = tuple(kind.name for kind in TensorType if kind.name not in FLOAT_TYPES)
 UNEQUAL_LAYERS = "F32, layers that differ in their heads"
 EVERY_OPERATION = "F32, every operation"
 EXPERTS = "Q8_0, experts"
@@ -41,15 +41,16 @@ def make_model(path: Path, kind: str) -> Loaded:
                 path, tensor_type=kind, hidden=60, heads=6, kv_heads=2, head_dim=10, ffn=70, context=2048
             )
         )
+    block = FORMATS[TensorType[kind]].block_elements
     return load(
         tiny_llama(
             path,
             tensor_type=kind,
-            hidden=96,
-            heads=6,
+            hidden=96 if block == 32 else 256,
+            heads=6 if block == 32 else 8,
             kv_heads=2,
             head_dim=32,
-            ffn=160,
+            ffn=160 if block == 32 else 512,
             vocab=331,
             context=2048,
             rope_freqs=True,

@@ -140,7 +140,9 @@ def test_any_batch_gives_the_bits_of_single_tokens(
 
 
 @pytest.mark.parametrize("length", [1, 7, 12, 16, 31, 65, 130, 300])
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32", EVERY_OPERATION, EXPERTS])
+@pytest.mark.parametrize(
+    "kind", ["Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS", "F32", EVERY_OPERATION, EXPERTS]
+)
 def test_any_number_of_rows_gives_the_bits_of_the_longest(
     kind: str, length: int, models: dict[str, Loaded], isas: list[str]
 ) -> None:

@@ -8,22 +8,18 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from segue.contract.step import NOT_FINITE, Sampling, SeqStep
 from segue.errors import CapacityError, ModelFileError, ParameterError
-from segue.models import build_program
 from segue.models.program import Attention, Linear, Logits, Program, RMSNorm, Rope
-from segue.runtime.native import COMPUTED, NativeExecutor, available_cpus
+from segue.runtime.native import NativeExecutor, available_cpus
 from segue.runtime.reference import ReferenceExecutor
 from segue.sample.reference import row_logprobs, sample_row
-from segue.weights.gguf import load_gguf
-from segue.weights.model_file import ModelFile, TensorType
+from segue.weights.model_file import ModelFile
 from tests.native.models import Loaded, forced_isa, make_executor
-from tests.weights.make_gguf import tiny_llama
 
 IDS = np.random.default_rng(2).integers(0, 300, 64).tolist()
 GREEDY = Sampling()
@@ -191,19 +187,6 @@ def test_missing_and_misshapen_tensors(models: dict[str, Loaded]) -> None:
 class Unheard:
     x: str
     out: str
-
-
-@pytest.mark.parametrize("kind", [kind for kind in TensorType if kind not in COMPUTED])
-def test_types_without_kernels_are_named(tmp_path: Path, kind: TensorType) -> None:
-    """Before any memory is taken. The reference executor computes them."""
-    path = tiny_llama(
-        tmp_path / "m.gguf", tensor_type=kind.name, hidden=256, heads=8, ffn=256, layers=1, vocab=300
-    )
-    model = load_gguf(path)
-    program = build_program(model)
-    with pytest.raises(ModelFileError, match=rf"'blk\.0\.attn_q\.weight' is {kind.name}, .* F32.*Q8_0"):
-        NativeExecutor(program, model)
-    assert np.isfinite(ReferenceExecutor(program, model).logits([1, 2, 3])).all()
 
 
 def changed(op: type, **fields: object) -> Callable[[Program], Program]:

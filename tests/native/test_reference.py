@@ -13,7 +13,7 @@ from segue.contract.step import Sampling, SeqStep
 from segue.models.program import Embed, Linear, Logits, Program, RMSNorm
 from segue.runtime.native import NativeExecutor
 from segue.runtime.reference import ReferenceExecutor
-from segue.weights.dequantize import dequantize
+from segue.weights.dequantize import FORMATS, dequantize
 from segue.weights.model_file import ModelFile, Tensor, TensorType
 from tests.models.programs import with_rope
 from tests.native.models import (
@@ -26,6 +26,7 @@ from tests.native.models import (
     forced_isa,
     make_executor,
 )
+from tests.weights.make_gguf import random_blocks
 
 FLOAT_BOUND = 2e-5
 """Of the largest logit."""
@@ -134,25 +135,15 @@ def as_tensor(name: str, values: FloatArray) -> Tensor:
     return Tensor(name, values.shape, TensorType.F32, values.reshape(-1).view(np.uint8))
 
 
-def random_blocks(kind: TensorType, outputs: int, inputs: int, rng: np.random.Generator) -> Tensor:
-    """Any nibbles and bytes, -128 included, with f16 scales and minima."""
-    blocks = outputs * inputs // 32
-    parts = [rng.normal(size=(blocks, 1)).astype(np.float16).view(np.uint8)]
-    if kind is TensorType.Q4_1:
-        parts.append(rng.normal(size=(blocks, 1)).astype(np.float16).view(np.uint8))
-    parts.append(rng.integers(0, 256, (blocks, 32 if kind is TensorType.Q8_0 else 16)).astype(np.uint8))
-    return Tensor("w", (outputs, inputs), kind, np.concatenate(parts, axis=1).reshape(-1))
-
-
-@pytest.mark.parametrize("kind", [TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0])
-@pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (33, 64), (48, 1600), (5, 96)])
-def test_packed_integer_weights_lose_nothing(
-    kind: TensorType, outputs: int, inputs: int, isas: list[str]
-) -> None:
-    """embedding → one linear layer → norm → identity, with inputs that quantise exactly."""
+@pytest.mark.parametrize("kind", QUANTISED_TYPES)
+@pytest.mark.parametrize(("outputs", "blocks"), [(16, 1), (33, 2), (48, 50), (5, 3)])
+def test_packed_integer_weights_lose_nothing(kind: str, outputs: int, blocks: int, isas: list[str]) -> None:
+    """embedding → one linear layer → norm → identity, with inputs that quantise exactly and any codes."""
+    stored = TensorType[kind]
+    inputs = FORMATS[stored].block_elements * min(blocks, 1600 // FORMATS[stored].block_elements)
     rng = np.random.default_rng(inputs + outputs)
     x = exact_inputs(70, inputs, rng)
-    weight = random_blocks(kind, outputs, inputs, rng)
+    weight = Tensor("w", (outputs, inputs), stored, random_blocks(stored, outputs, inputs, rng).reshape(-1))
     tensors = [
         as_tensor("embed", x),
         weight,

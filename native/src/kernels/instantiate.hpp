@@ -8,11 +8,15 @@
 namespace segue {
 namespace {
 
+template <class... Formats>
+constexpr void add_integer_formats(KernelTable& table) {
+    ((table.linear[index_of(Formats::type)] = linear_quant<Vec, Formats>), ...);
+}
+
 constexpr KernelTable make_kernel_table() {
-    return {
+    KernelTable table{
         .name = Vec::name,
-        .linear = {linear_quant<Vec, U4Format<Vec>>, linear_quant<Vec, I8Format<Vec>>, linear_float<Vec, float>,
-                   linear_float<Vec, Half>, linear_float<Vec, BFloat16>},
+        .linear = {},
         .linear_scratch_bytes = 0,
         .rms_norm = rms_norm<Vec>,
         .layer_norm = layer_norm<Vec>,
@@ -28,6 +32,12 @@ constexpr KernelTable make_kernel_table() {
         .merge_attention = merge_attention<Vec>,
         .argmax = argmax<Vec>,
     };
+    table.linear[index_of(TensorType::kF32)] = linear_float<Vec, float>;
+    table.linear[index_of(TensorType::kF16)] = linear_float<Vec, Half>;
+    table.linear[index_of(TensorType::kBF16)] = linear_float<Vec, BFloat16>;
+    add_integer_formats<Q4_0<Vec>, Q4_1<Vec>, Q5_0<Vec>, Q5_1<Vec>, Q8_0<Vec>, Q2_K<Vec>, Q3_K<Vec>, Q4_K<Vec>,
+                        Q5_K<Vec>, Q6_K<Vec>, IQ4_NL<Vec>, IQ4_XS<Vec>, MXFP4<Vec>>(table);
+    return table;
 }
 
 }  // namespace

@@ -56,25 +56,30 @@ TileConfig tile_config() {
     return config;
 }
 
-template <WeightFormat format>
-inline void unpack_group(const uint8_t* block, UnpackedGroup& to) {
-    if constexpr (format == WeightFormat::kU4) {
-        const __m512i low_mask = _mm512_set1_epi8(15);
-        for (int t = 0; t < 4; ++t) {
-            const __m512i w = _mm512_loadu_si512(block + 64 * t);
-            _mm512_store_si512(to.w[2 * t], _mm512_and_si512(w, low_mask));
-            _mm512_store_si512(to.w[2 * t + 1], _mm512_and_si512(_mm512_srli_epi16(w, 4), low_mask));
-        }
-        const Half* scales = reinterpret_cast<const Half*>(block + 256);
-        Vec::store(to.scale, Vec::load(scales));
-        Vec::store(to.minimum, Vec::load(scales + kPanel));
-    } else {
-        const __m512i sign = _mm512_set1_epi8(-128);
-        for (int s = 0; s < 8; ++s) {
-            _mm512_store_si512(to.w[s], _mm512_xor_si512(_mm512_loadu_si512(block + 64 * s), sign));
-        }
-        Vec::store(to.scale, Vec::load(reinterpret_cast<const Half*>(block + 512)));
+inline void unpack_nibbles(const packed::Nibbles& low, int offset, UnpackedGroup& to) {
+    const __m512i low_mask = _mm512_set1_epi8(15);
+    const __m512i less = _mm512_set1_epi8(static_cast<char>(offset));
+    for (int t = 0; t < 4; ++t) {
+        const __m512i w = _mm512_loadu_si512(low[t]);
+        _mm512_store_si512(to.w[2 * t], _mm512_sub_epi8(_mm512_and_si512(w, low_mask), less));
+        _mm512_store_si512(to.w[2 * t + 1], _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(w, 4), low_mask), less));
     }
+}
+inline void unpack_group(const packed::Q4_0& block, UnpackedGroup& to) {
+    unpack_nibbles(block.low, 8, to);
+    Vec::store(to.scale, Vec::load(block.d));
+}
+inline void unpack_group(const packed::Q4_1& block, UnpackedGroup& to) {
+    unpack_nibbles(block.low, 0, to);
+    Vec::store(to.scale, Vec::load(block.d));
+    Vec::store(to.minimum, Vec::load(block.m));
+}
+inline void unpack_group(const packed::Q8_0& block, UnpackedGroup& to) {
+    const __m512i sign = _mm512_set1_epi8(-128);
+    for (int s = 0; s < 8; ++s) {
+        _mm512_store_si512(to.w[s], _mm512_xor_si512(_mm512_loadu_si512(block.q[s]), sign));
+    }
+    Vec::store(to.scale, Vec::load(block.d));
 }
 
 // What tile rows [row, row + 16) of x hold for group 0; the next group's is 16 times as far as one row's.
@@ -97,7 +102,7 @@ inline void multiply_group(const TileInput& x, int group, const UnpackedGroup& w
     _tile_stored(0, dots, 4 * kPanel);
 }
 
-template <WeightFormat format, int MR>
+template <class Block, int MR>
 [[gnu::always_inline]] inline void accumulate_group(const TileInput& x, int group, const UnpackedGroup& w,
                                                     const int32_t (*dots)[kPanel], Vec::F (&acc)[MR]) {
     const Vec::F d = Vec::load(w.scale);
@@ -107,12 +112,12 @@ template <WeightFormat format, int MR>
     unroll<MR>([&](auto m) __attribute__((always_inline)) {
         const Vec::F dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots[m]));
         acc[m] = Vec::fma(dot, Vec::mul(d, Vec::set1(scale[m])), acc[m]);
-        if constexpr (format == WeightFormat::kU4) acc[m] = Vec::fma(minimum, Vec::set1(sum[m]), acc[m]);
+        if constexpr (requires(Block block) { block.m; }) acc[m] = Vec::fma(minimum, Vec::set1(sum[m]), acc[m]);
     });
 }
 
 // Rows [row, row + MR) by one panel, groups [begin, end). row is the first of a row block.
-template <WeightFormat format, int MR>
+template <class Block, int MR>
 void amx_tile(const LinearArgs& a, int panel, int row, int begin, int end, AmxScratch& s) {
     Vec::F acc[MR];
     float (*waiting)[kPanel] = s.acc + (row - a.row_begin);
@@ -123,7 +128,7 @@ void amx_tile(const LinearArgs& a, int panel, int row, int begin, int end, AmxSc
     for (int g = begin; g < begin + kBatch && g < end; ++g) multiply(g);
     for (int g = begin; g < end; ++g) {
         if (g + kBatch < end) multiply(g + kBatch);
-        accumulate_group<format, MR>(x, g, s.groups[g - begin], s.dots[(g - begin) % (2 * kBatch)], acc);
+        accumulate_group<Block, MR>(x, g, s.groups[g - begin], s.dots[(g - begin) % (2 * kBatch)], acc);
     }
     const int output = panel * kPanel;
     unroll<MR>([&](auto m) {
@@ -135,27 +140,26 @@ void amx_tile(const LinearArgs& a, int panel, int row, int begin, int end, AmxSc
     });
 }
 
-template <WeightFormat format>
+template <class Block>
 void amx_panel(const LinearArgs& a, int panel, AmxScratch& s) {
-    constexpr size_t block_bytes = format == WeightFormat::kU4 ? kU4BlockBytes : kI8BlockBytes;
-    const uint8_t* block = a.w.data + static_cast<size_t>(panel) * a.w.panel_bytes;
+    const Block* block = reinterpret_cast<const Block*>(a.w.data + static_cast<size_t>(panel) * a.w.panel_bytes);
     for (int begin = 0; begin < a.quant.groups; begin += kMaxGroups) {
         const int end = begin + kMaxGroups < a.quant.groups ? begin + kMaxGroups : a.quant.groups;
-        for (int g = 0; g < end - begin; ++g, block += block_bytes) {
-            unpack_group<format>(block, s.groups[g]);
-            prefetch_next_panel<block_bytes>(block, a.w.panel_bytes);
+        for (int g = 0; g < end - begin; ++g, ++block) {
+            unpack_group(*block, s.groups[g]);
+            prefetch_next_panel(block, a.w.panel_bytes);
         }
         asm volatile("" ::: "memory");  // the tile intrinsics do not say that they read memory
         for (int row = a.row_begin; row < a.row_end; row += kTileRows) {
             const int rows = a.row_end - row < kTileRows ? a.row_end - row : kTileRows;
-            with_rows<kTileRows>(rows, [&]<int MR>() { amx_tile<format, MR>(a, panel, row, begin, end, s); });
+            with_rows<kTileRows>(rows, [&]<int MR>() { amx_tile<Block, MR>(a, panel, row, begin, end, s); });
         }
     }
 }
 
-template <WeightFormat format>
+template <class Format>
 void linear_amx(const LinearArgs& a) {
-    if (a.row_end - a.row_begin < kMinRows) return avx512_kernels().linear[static_cast<size_t>(format)](a);
+    if (a.row_end - a.row_begin < kMinRows) return avx512_kernels().linear[index_of(Format::type)](a);
     static const TileConfig config = tile_config();
     AmxScratch& scratch = *static_cast<AmxScratch*>(a.scratch);
     _tile_loadconfig(&config);
@@ -163,7 +167,8 @@ void linear_amx(const LinearArgs& a) {
         LinearArgs part = a;
         part.row_begin = row;
         part.row_end = a.row_end < row + kMaxRows ? a.row_end : row + kMaxRows;
-        for (int panel = a.panel_begin; panel < a.panel_end; ++panel) amx_panel<format>(part, panel, scratch);
+        for (int panel = a.panel_begin; panel < a.panel_end; ++panel)
+            amx_panel<typename Format::Packed>(part, panel, scratch);
     }
     _tile_release();
 }
@@ -181,8 +186,9 @@ const KernelTable& avx512_amx_kernels() {
         KernelTable t = avx512_kernels();
         t.name = "avx512_amx";
         t.linear_scratch_bytes = sizeof(AmxScratch);
-        t.linear[static_cast<size_t>(WeightFormat::kU4)] = linear_amx<WeightFormat::kU4>;
-        t.linear[static_cast<size_t>(WeightFormat::kI8)] = linear_amx<WeightFormat::kI8>;
+        t.linear[index_of(TensorType::kQ4_0)] = linear_amx<Q4_0<Vec>>;
+        t.linear[index_of(TensorType::kQ4_1)] = linear_amx<Q4_1<Vec>>;
+        t.linear[index_of(TensorType::kQ8_0)] = linear_amx<Q8_0<Vec>>;
         return t;
     }();
     return table;

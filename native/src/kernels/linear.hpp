@@ -1,66 +1,16 @@
 // out = x · Wᵀ for packed matrices.
 //
-// Integer weights: the dot product inside a group of 32 is an exact integer; each output then takes the same chain
-//   acc = fma(float(dot), d_w · d_x, acc); acc = fma(m_w, d_x · Σ q, acc)      (the second for kU4)
-// over groups in ascending order, whatever the number of rows. Float weights: four chains, k mod 4, added in pairs.
+// Integer weights: each output takes its format's chain (kernels/formats.hpp) over groups of 32 in ascending order,
+// whatever the number of rows. Float weights: four chains, k mod 4, added in pairs.
 #pragma once
 
+#include "kernels/formats.hpp"
 #include "kernels/rows.hpp"
 #include "kernels/table.hpp"
 #include "kernels/unroll.hpp"
 
 namespace segue {
 namespace {
-
-template <class V>
-struct U4Format {
-    static constexpr size_t block_bytes = kU4BlockBytes;
-    using Dot = typename V::Dot;
-    using F = typename V::F;
-
-    static Dot begin(int32_t) { return V::begin_u4(); }
-    static F end(Dot dot) { return V::end_u4(dot); }
-
-    // dot[m] += the group's products. `first` is the first of the block's outputs; rows of x are 32 bytes apart.
-    template <int MR>
-    [[gnu::always_inline]] static inline void dots(const uint8_t* block, int first, const int8_t* x, Dot* dot) {
-        unroll<4>([&](auto t) __attribute__((always_inline)) {
-            const auto w = V::load_w4(block + 64 * t + 4 * first);
-            const auto low = V::low_nibbles(w);
-            const auto high = V::high_nibbles(w);
-            unroll<MR>([&](auto m) { dot[m] = V::dot_u4(dot[m], low, x + 32 * m + 8 * t); });
-            unroll<MR>([&](auto m) { dot[m] = V::dot_u4(dot[m], high, x + 32 * m + 8 * t + 4); });
-        });
-    }
-    static F scales(const uint8_t* block, int first) {
-        return V::load(reinterpret_cast<const Half*>(block + 256) + first);
-    }
-    static F add_minimum(const uint8_t* block, int first, float sum, F acc) {
-        return V::fma(V::load(reinterpret_cast<const Half*>(block + 256) + kPanel + first), V::set1(sum), acc);
-    }
-};
-
-template <class V>
-struct I8Format {
-    static constexpr size_t block_bytes = kI8BlockBytes;
-    using Dot = typename V::Dot;
-    using F = typename V::F;
-
-    static Dot begin(int32_t isum) { return V::begin_i8(isum); }
-    static F end(Dot dot) { return V::end_i8(dot); }
-
-    template <int MR>
-    [[gnu::always_inline]] static inline void dots(const uint8_t* block, int first, const int8_t* x, Dot* dot) {
-        unroll<8>([&](auto s) __attribute__((always_inline)) {
-            const auto w = V::load_w8(block + 64 * s + 4 * first);
-            unroll<MR>([&](auto m) { dot[m] = V::dot_i8(dot[m], w, x + 32 * m + 4 * s); });
-        });
-    }
-    static F scales(const uint8_t* block, int first) {
-        return V::load(reinterpret_cast<const Half*>(block + 512) + first);
-    }
-    static F add_minimum(const uint8_t*, int, float, F acc) { return acc; }
-};
 
 // Stores (or adds to) what exists of `lanes` outputs of a row, from output `output` on.
 template <class V>
@@ -78,42 +28,26 @@ inline void store_outputs(const LinearArgs& a, int row, int output, typename V::
 }
 
 // Asks for the block that is one panel further, while this one is worked on.
-template <size_t block_bytes>
-[[gnu::always_inline]] inline void prefetch_next_panel(const uint8_t* block, size_t panel_bytes) {
-    for (size_t line = 0; line < block_bytes; line += 64) __builtin_prefetch(block + panel_bytes + line);
+template <class Block>
+[[gnu::always_inline]] inline void prefetch_next_panel(const Block* block, size_t panel_bytes) {
+    const uint8_t* next = reinterpret_cast<const uint8_t*>(block) + panel_bytes;
+    for (size_t line = 0; line < sizeof(Block); line += 64) __builtin_prefetch(next + line);
 }
 
 // MR rows of one row block by `lanes` outputs of one panel, from output `first` on.
 template <class V, class Format, int MR>
 void quant_tile(const LinearArgs& a, int panel, int first, int row) {
     using F = typename V::F;
-    const int groups = a.quant.groups;
-    const size_t group0 = static_cast<size_t>(row / kRowBlock) * static_cast<size_t>(groups) * kRowBlock +
-                          static_cast<size_t>(row % kRowBlock);
-    const int8_t* q = a.quant.q + group0 * kGroup;
-    const float* scale = a.quant.scale + group0;
-    const float* sum = a.quant.sum + group0;
-    const int32_t* isum = a.quant.isum + group0;
-    const uint8_t* block = a.w.data + static_cast<size_t>(panel) * a.w.panel_bytes;
+    using Block = typename Format::Packed;
+    GroupInputs x = inputs_of(a.quant, row);
+    const Block* block = reinterpret_cast<const Block*>(a.w.data + static_cast<size_t>(panel) * a.w.panel_bytes);
 
     F acc[MR];
     unroll<MR>([&](auto m) { acc[m] = V::zero(); });
     const bool prefetch = first == 0 && row == a.row_begin;
-    for (int g = 0; g < groups; ++g) {
-        if (prefetch) prefetch_next_panel<Format::block_bytes>(block, a.w.panel_bytes);
-        typename V::Dot dot[MR];
-        unroll<MR>([&](auto m) { dot[m] = Format::begin(isum[m]); });
-        Format::template dots<MR>(block, first, q, dot);
-        const F d = Format::scales(block, first);
-        unroll<MR>([&](auto m) {
-            acc[m] = V::fma(Format::end(dot[m]), V::mul(d, V::set1(scale[m])), acc[m]);
-            acc[m] = Format::add_minimum(block, first, sum[m], acc[m]);
-        });
-        block += Format::block_bytes;
-        q += kRowBlock * kGroup;
-        scale += kRowBlock;
-        sum += kRowBlock;
-        isum += kRowBlock;
+    for (int left = a.quant.groups / Format::groups; left > 0; --left, ++block) {
+        if (prefetch) prefetch_next_panel(block, a.w.panel_bytes);
+        Format::template add_block<MR>(*block, first, x, acc);
     }
     const int output = panel * kPanel + first;
     unroll<MR>([&](auto m) { store_outputs<V>(a, row + m, output, acc[m]); });

@@ -214,17 +214,21 @@ void quantise_row(const float* x, const QuantView& quant, int row) {
         if (!(amax >= kSmallest && amax <= kLargest)) {
             __builtin_memset(quant.q + at * kGroup, 0, kGroup);
             quant.scale[at] = quant.sum[at] = amax < kSmallest ? 0.0f : kNaN;
-            quant.isum[at] = 0;
+            quant.isum[at] = quant.half_isum[2 * at] = quant.half_isum[2 * at + 1] = 0;
             continue;
         }
         const float inverse = 127.0f / amax;
-        I sum = V::to_int(V::zero());
-        for (int i = 0; i < kVectors; ++i) {
-            const auto q = V::to_int(V::round(V::mul(v[i], V::set1(inverse))));
-            V::store_i8(quant.q + at * kGroup + i * V::lanes, q);
-            sum = V::add_int(sum, q);
+        int32_t halves[2];
+        for (int half = 0; half < 2; ++half) {
+            I sum = V::to_int(V::zero());
+            for (int i = half * kVectors / 2; i < (half + 1) * kVectors / 2; ++i) {
+                const auto q = V::to_int(V::round(V::mul(v[i], V::set1(inverse))));
+                V::store_i8(quant.q + at * kGroup + i * V::lanes, q);
+                sum = V::add_int(sum, q);
+            }
+            halves[half] = quant.half_isum[2 * at + static_cast<size_t>(half)] = V::reduce_add_int(sum);
         }
-        const int32_t isum = V::reduce_add_int(sum);
+        const int32_t isum = halves[0] + halves[1];
         const float scale = amax / 127.0f;
         quant.scale[at] = scale;
         quant.isum[at] = isum;

@@ -20,23 +20,37 @@ constexpr int kRangeTiles = 4;  // tiles in a range: the unit in which one query
 constexpr int kRangeKeys = kTileKeys * kRangeTiles;
 constexpr int kMaxQueryRows = 48;  // query rows (queries × heads of one KV head) that an attention call takes
 
-enum class WeightFormat { kU4, kI8, kF32, kF16, kBF16 };
+// GGML's numbers, as segue.weights.model_file.TensorType.
+enum class TensorType {
+    kF32 = 0,
+    kF16 = 1,
+    kQ4_0 = 2,
+    kQ4_1 = 3,
+    kQ5_0 = 6,
+    kQ5_1 = 7,
+    kQ8_0 = 8,
+    kQ2_K = 10,
+    kQ3_K = 11,
+    kQ4_K = 12,
+    kQ5_K = 13,
+    kQ6_K = 14,
+    kIQ4_NL = 20,
+    kIQ4_XS = 23,
+    kBF16 = 30,
+    kMXFP4 = 39,
+};
+constexpr size_t kTensorTypes = 40;
+constexpr size_t index_of(TensorType type) { return static_cast<size_t>(type); }
 
 // Whether products are computed in integers, from quantised activations.
-constexpr bool is_integer(WeightFormat format) { return format == WeightFormat::kU4 || format == WeightFormat::kI8; }
-
-// Bytes of one panel's block: a group of 32 along K for the integer formats, one k for the float formats.
-//   kU4:  4 × 64 B nibbles (vector t, low nibbles: k = 8t + [0, 4), high: k = 8t + [4, 8), 4 bytes an output),
-//         16 f16 scales, 16 f16 minima
-//   kI8:  8 × 64 B of w + 128 (vector s: k = 4s + [0, 4), 4 bytes an output), 16 f16 scales
-//   else: 16 elements
-constexpr size_t kU4BlockBytes = 4 * 64 + 2 * kPanel * sizeof(Half);
-constexpr size_t kI8BlockBytes = 8 * 64 + kPanel * sizeof(Half);
+constexpr bool is_integer(TensorType type) {
+    return type != TensorType::kF32 && type != TensorType::kF16 && type != TensorType::kBF16;
+}
 
 // As in segue/models/program.py.
 enum class Function { kSilu, kGelu, kGeluTanh, kRelu };
 
-// A packed matrix [outputs, inputs]; panels beyond `outputs` are padded with zeros.
+// A packed matrix [outputs, inputs] (kernels/packed.hpp); panels beyond `outputs` are padded with zeros.
 struct MatrixView {
     const uint8_t* data;
     size_t panel_bytes;
@@ -49,11 +63,13 @@ struct MatrixView {
 //   scale [block][group][16 rows]
 //   sum   [block][group][16 rows]   scale · Σ q
 //   isum  [block][group][16 rows]   Σ q
+//   half_isum [block][group][16 rows][2]   Σ q of each 16
 struct QuantView {
     int8_t* q;
     float* scale;
     float* sum;
     int32_t* isum;
+    int32_t* half_isum;
     int groups;
 };
 
@@ -166,8 +182,8 @@ struct RopeArgs {
 struct KernelTable {
     const char* name;
 
-    // By format: linear[static_cast<size_t>(WeightFormat)].
-    void (*linear[5])(const LinearArgs& args);
+    // By type: linear[index_of(type)].
+    void (*linear[kTensorTypes])(const LinearArgs& args);
     size_t linear_scratch_bytes;
 
     // y = x / sqrt(mean(x²) + eps) · weight, over n elements.

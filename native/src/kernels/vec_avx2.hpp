@@ -21,7 +21,7 @@ struct Vec {
 
     using F = __m256;
     using I = __m256i;
-    using W4 = __m256i;
+    using W = __m256i;
 #if defined(__AVXVNNI__)
     using W8 = __m256i;  // u8
 #else
@@ -95,36 +95,95 @@ struct Vec {
         _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
     }
 
-    static W4 load_w4(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-    static W4 low_nibbles(W4 w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
-    static W4 high_nibbles(W4 w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
-    static Dot begin_u4() { return _mm256_setzero_si256(); }
+    static I set1_int(int32_t x) { return _mm256_set1_epi32(x); }
+    static I mul_int(I a, I b) { return _mm256_mullo_epi32(a, b); }
+    static I and_int(I a, I b) { return _mm256_and_si256(a, b); }
+    static I or_int(I a, I b) { return _mm256_or_si256(a, b); }
+    static I shift_left(I a, int n) { return _mm256_sll_epi32(a, _mm_cvtsi32_si128(n)); }
+    static I shift_right(I a, int n) { return _mm256_srl_epi32(a, _mm_cvtsi32_si128(n)); }
+    static F float_of(I x) { return _mm256_cvtepi32_ps(x); }
+    static I load_int(const uint32_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    static I load_int(const uint16_t* p) {
+        return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static I load_int(const uint8_t* p) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static I load_int(const int8_t* p) {
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+
+    static W load_codes(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+    template <int from, int to, int mask>
+    static W bits(W plane) {
+        return _mm256_and_si256(shifted<to - from>(plane), _mm256_set1_epi8(mask));
+    }
+    template <int from, int to, int mask>
+    static W join(W codes, W plane) {
+        return _mm256_or_si256(codes, bits<from, to, mask>(plane));
+    }
 #if defined(__AVXVNNI__)
-    static W8 load_w8(const uint8_t* p) { return load_w4(p); }
-    static Dot dot_u4(Dot acc, W4 w, const int8_t* x) { return _mm256_dpbusd_avx_epi32(acc, w, broadcast4(x)); }
-    static F end_u4(Dot acc) { return _mm256_cvtepi32_ps(acc); }
-    static Dot begin_i8(int32_t isum) { return _mm256_set1_epi32(-128 * isum); }
-    static Dot dot_i8(Dot acc, W8 w, const int8_t* x) { return _mm256_dpbusd_avx_epi32(acc, w, broadcast4(x)); }
+    static W8 load_bytes(const uint8_t* p) { return load_codes(p); }
+    static W levels(const int8_t* table) { return _mm256_xor_si256(broadcast16(table), _mm256_set1_epi8(-128)); }
+    static W8 look_up(W codes, W levels) { return _mm256_shuffle_epi8(levels, codes); }
+    template <int bits>
+    static Dot begin(int32_t start) {
+        return _mm256_set1_epi32(start);
+    }
+    template <int bits>
+    static Dot dot(Dot acc, W w, const int8_t* x) {
+        return _mm256_dpbusd_avx_epi32(acc, w, broadcast4(x));
+    }
+    template <int bits>
+    static I end(Dot acc, int32_t) {
+        return acc;
+    }
 #else
-    static W8 load_w8(const uint8_t* p) {
-        const __m256i w = _mm256_xor_si256(load_w4(p), _mm256_set1_epi8(-128));
-        return {w, _mm256_abs_epi8(w)};
+    static W8 load_bytes(const uint8_t* p) {
+        return magnitude(_mm256_xor_si256(load_codes(p), _mm256_set1_epi8(-128)));
     }
-    // Eight steps of pairs of u4 × s8 reach 8 · 2 · 15 · 127 = 30,480: they fit in 16 bits.
-    static Dot dot_u4(Dot acc, W4 w, const int8_t* x) {
-        return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, broadcast4(x)));
+    static W levels(const int8_t* table) { return broadcast16(table); }
+    static W8 look_up(W codes, W levels) { return magnitude(_mm256_shuffle_epi8(levels, codes)); }
+    // Sums of codes of up to 4 bits stay in 16 bits: eight steps of pairs of u4 × s8 reach 8 · 2 · 15 · 127 = 30,480.
+    // A pair of u6 × s8 reaches 16,002. Bytes are signed here and begin at 0: |w| ≤ 128 and |x| ≤ 127, so a pair
+    // reaches 32,512 and cannot saturate.
+    template <int bits>
+    static Dot begin(int32_t) {
+        return _mm256_setzero_si256();
     }
-    static F end_u4(Dot acc) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1))); }
-    // |w| ≤ 128 and |x| ≤ 127: a pair reaches 32,512 and cannot saturate.
-    static Dot begin_i8(int32_t) { return _mm256_setzero_si256(); }
-    static Dot dot_i8(Dot acc, W8 w, const int8_t* x) {
-        const __m256i pairs = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(broadcast4(x), w.w));
-        return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    template <int bits, class Codes>
+    static Dot dot(Dot acc, const Codes& w, const int8_t* x) {
+        if constexpr (bits == 8) {
+            const __m256i pairs = _mm256_maddubs_epi16(w.magnitude, _mm256_sign_epi8(broadcast4(x), w.w));
+            return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        } else if constexpr (bits > 4) {
+            const __m256i pairs = _mm256_maddubs_epi16(w, broadcast4(x));
+            return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        } else {
+            return _mm256_add_epi16(acc, _mm256_maddubs_epi16(w, broadcast4(x)));
+        }
+    }
+    template <int bits>
+    static I end(Dot acc, int32_t start) {
+        if constexpr (bits == 8) return acc;
+        if constexpr (bits <= 4) acc = _mm256_madd_epi16(acc, _mm256_set1_epi16(1));
+        return _mm256_add_epi32(acc, _mm256_set1_epi32(start));
     }
 #endif
-    static F end_i8(Dot acc) { return _mm256_cvtepi32_ps(acc); }
 
    private:
+    template <int n>
+    static __m256i shifted(__m256i x) {  // bits that come from another byte are masked out by whoever asks
+        if constexpr (n > 0) return _mm256_slli_epi16(x, n);
+        if constexpr (n < 0) return _mm256_srli_epi16(x, -n);
+        return x;
+    }
+    static __m256i broadcast16(const int8_t* p) {
+        return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+#if !defined(__AVXVNNI__)
+    static W8 magnitude(__m256i w) { return {w, _mm256_abs_epi8(w)}; }
+#endif
     static __m256i mask(int n) {
         return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     }

@@ -17,8 +17,7 @@ struct Vec {
 
     using F = __m512;
     using I = __m512i;
-    using W4 = __m512i;
-    using W8 = __m512i;
+    using W = __m512i;
     using Dot = __m512i;
 
     static F zero() { return _mm512_setzero_ps(); }
@@ -70,19 +69,62 @@ struct Vec {
     static int32_t reduce_add_int(I x) { return _mm512_reduce_add_epi32(x); }
     static void store_i8(int8_t* p, I x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x)); }
 
-    static W4 load_w4(const uint8_t* p) { return _mm512_loadu_si512(p); }
-    static W4 low_nibbles(W4 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
-    static W4 high_nibbles(W4 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
-    static W8 load_w8(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static I set1_int(int32_t x) { return _mm512_set1_epi32(x); }
+    static I mul_int(I a, I b) { return _mm512_mullo_epi32(a, b); }
+    static I and_int(I a, I b) { return _mm512_and_si512(a, b); }
+    static I or_int(I a, I b) { return _mm512_or_si512(a, b); }
+    static I shift_left(I a, int n) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(n)); }
+    static I shift_right(I a, int n) { return _mm512_srl_epi32(a, _mm_cvtsi32_si128(n)); }
+    static F float_of(I x) { return _mm512_cvtepi32_ps(x); }
+    static I load_int(const uint32_t* p) { return _mm512_loadu_si512(p); }
+    static I load_int(const uint16_t* p) {
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    static I load_int(const uint8_t* p) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static I load_int(const int8_t* p) {
+        return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
 
-    static Dot begin_u4() { return _mm512_setzero_si512(); }
-    static Dot dot_u4(Dot acc, W4 w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, broadcast4(x)); }
-    static F end_u4(Dot acc) { return _mm512_cvtepi32_ps(acc); }
-    static Dot begin_i8(int32_t isum) { return _mm512_set1_epi32(-128 * isum); }
-    static Dot dot_i8(Dot acc, W8 w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, broadcast4(x)); }
-    static F end_i8(Dot acc) { return _mm512_cvtepi32_ps(acc); }
+    static W load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    static W load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+    template <int from, int to, int mask>
+    static W bits(W plane) {
+        return _mm512_and_si512(shifted<to - from>(plane), _mm512_set1_epi8(mask));
+    }
+    template <int from, int to, int mask>
+    static W join(W codes, W plane) {
+        return _mm512_ternarylogic_epi32(codes, shifted<to - from>(plane), _mm512_set1_epi8(mask),
+                                         0xF8);  // a | (b & c)
+    }
+    static W levels(const int8_t* table) {
+        const __m128i levels =
+            _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)), _mm_set1_epi8(-128));
+        return _mm512_broadcast_i32x4(levels);
+    }
+    static W look_up(W codes, W levels) { return _mm512_shuffle_epi8(levels, codes); }
+
+    template <int bits>
+    static Dot begin(int32_t start) {
+        return _mm512_set1_epi32(start);
+    }
+    template <int bits>
+    static Dot dot(Dot acc, W w, const int8_t* x) {
+        return _mm512_dpbusd_epi32(acc, w, broadcast4(x));
+    }
+    template <int bits>
+    static I end(Dot acc, int32_t) {
+        return acc;
+    }
 
    private:
+    template <int n>
+    static __m512i shifted(__m512i x) {  // bits that come from another byte are masked out by whoever asks
+        if constexpr (n > 0) return _mm512_slli_epi16(x, n);
+        if constexpr (n < 0) return _mm512_srli_epi16(x, -n);
+        return x;
+    }
     static __mmask16 mask(int n) { return static_cast<__mmask16>(_bzhi_u32(0xffffu, static_cast<unsigned>(n))); }
     static __m512i broadcast4(const int8_t* x) {
         int32_t four;

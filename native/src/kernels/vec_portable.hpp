@@ -17,10 +17,9 @@ struct Vec {
 
     using F = float __attribute__((vector_size(16)));
     using I = int32_t __attribute__((vector_size(16)));
-    struct W4 {
-        uint8_t w[4 * lanes];  // 4 consecutive k of each lane's output
+    struct W {
+        uint8_t w[4 * lanes];
     };
-    using W8 = W4;
     using Dot = I;
 
     static F zero() { return F{}; }
@@ -94,36 +93,70 @@ struct Vec {
         for (int i = 0; i < lanes; ++i) p[i] = static_cast<int8_t>(x[i]);
     }
 
-    // One step of an integer dot product: 4 consecutive k for each lane's output. Sums are exact.
-    static W4 load_w4(const uint8_t* p) { return load_w8(p); }
-    static W4 low_nibbles(W4 w) {
-        for (uint8_t& b : w.w) b &= 15;
-        return w;
+    static I set1_int(int32_t x) { return I{} + x; }
+    static I mul_int(I a, I b) { return a * b; }
+    static I and_int(I a, I b) { return a & b; }
+    static I or_int(I a, I b) { return a | b; }
+    static I shift_left(I a, int n) { return std::bit_cast<I>(std::bit_cast<U>(a) << n); }
+    static I shift_right(I a, int n) { return std::bit_cast<I>(std::bit_cast<U>(a) >> n); }  // fills with zeros
+    static F float_of(I x) { return __builtin_convertvector(x, F); }
+    template <class T>
+    static I load_int(const T* p) {
+        return I{static_cast<int32_t>(p[0]), static_cast<int32_t>(p[1]), static_cast<int32_t>(p[2]),
+                 static_cast<int32_t>(p[3])};
     }
-    static W4 high_nibbles(W4 w) {
-        for (uint8_t& b : w.w) b >>= 4;
-        return w;
-    }
-    static W8 load_w8(const uint8_t* p) {
-        W8 w;
+
+    // Codes: unsigned bytes, 4 consecutive k of each lane's output.
+    static W load_codes(const uint8_t* p) {
+        W w;
         __builtin_memcpy(w.w, p, sizeof(w.w));
         return w;
     }
-    static Dot begin_u4() { return I{}; }
-    static Dot dot_u4(Dot acc, W4 w, const int8_t* x) { return dot(acc, w, x); }
-    static F end_u4(Dot acc) { return __builtin_convertvector(acc, F); }
-    // 8-bit weights are stored as w + 128, so the sum starts at −128 · Σ x.
-    static Dot begin_i8(int32_t isum) { return I{} - 128 * isum; }
-    static Dot dot_i8(Dot acc, W8 w, const int8_t* x) { return dot(acc, w, x); }
-    static F end_i8(Dot acc) { return __builtin_convertvector(acc, F); }
+    // Bits of each byte, `from` moved to `to`, and masked there.
+    template <int from, int to, int mask>
+    static W bits(W plane) {
+        for (uint8_t& b : plane.w) b = static_cast<uint8_t>((b << 8 >> from << to >> 8) & mask);
+        return plane;
+    }
+    template <int from, int to, int mask>
+    static W join(W codes, const W& plane) {
+        const W more = bits<from, to, mask>(plane);
+        for (int i = 0; i < 4 * lanes; ++i) codes.w[i] |= more.w[i];
+        return codes;
+    }
+    // Signed bytes, as their value + 128.
+    static W load_bytes(const uint8_t* p) { return load_codes(p); }
+    static W levels(const int8_t* table) {
+        W w;
+        for (int i = 0; i < 16; ++i) w.w[i] = static_cast<uint8_t>(table[i] + 128);
+        return w;
+    }
+    static W look_up(W codes, const W& levels) {
+        for (uint8_t& b : codes.w) b = levels.w[b];
+        return codes;
+    }
 
-   private:
-    static Dot dot(Dot acc, const W4& w, const int8_t* x) {
+    // A dot product: begin, one step for 4 consecutive k at a time, end, each for codes of `bits` bits. It starts at
+    // `start`, which both are given: where codes stand for something less than they are, at -offset · Σ x. For bytes
+    // `start` is -128 · Σ x. Sums are exact.
+    template <int bits>
+    static Dot begin(int32_t start) {
+        return I{} + start;
+    }
+    template <int bits>
+    static Dot dot(Dot acc, const W& w, const int8_t* x) {
         for (int i = 0; i < lanes; ++i) {
             acc[i] += w.w[4 * i] * x[0] + w.w[4 * i + 1] * x[1] + w.w[4 * i + 2] * x[2] + w.w[4 * i + 3] * x[3];
         }
         return acc;
     }
+    template <int bits>
+    static I end(Dot acc, int32_t) {
+        return acc;
+    }
+
+   private:
+    using U = uint32_t __attribute__((vector_size(16)));
 };
 
 }  // namespace

@@ -10,19 +10,14 @@ import numpy.typing as npt
 from segue import _native
 from segue._native import available_cpus as available_cpus
 from segue.contract.step import ForwardResult, SeqStep, TokenLogprobs
-from segue.display import show_name, show_path
+from segue.display import show_path
 from segue.errors import ModelFileError, ParameterError
 from segue.models.program import Program
-from segue.weights.model_file import ModelFile, TensorType
+from segue.weights.model_file import ModelFile
 
 ISA_VARIABLE: Final = "SEGUE_ISA"
 """Environment variable that forces an instruction set: avx512_amx, avx512, avx2_vnni, avx2 or portable."""
 MAX_THREADS: Final = 1024
-
-COMPUTED: Final = (
-    TensorType.F32, TensorType.F16, TensorType.BF16, TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0,
-)  # fmt: skip
-"""The types that have kernels, as `native/src/formats.hpp` knows them. Others can be read, and are refused here."""
 
 
 class NativeExecutor:
@@ -46,7 +41,6 @@ class NativeExecutor:
             raise ParameterError("threads", threads, f"must be in [1, {MAX_THREADS}]")
         if kv_dtype not in ("f16", "f32"):
             raise ParameterError("kv_dtype", kv_dtype, "unknown; known are f16, f32")
-        _refuse_other_types(model)
         self._program = program
         try:
             self._model = _native.Model(
@@ -105,13 +99,3 @@ class NativeExecutor:
     def close(self) -> None:
         """Give the KV memory back."""
         self._model.release_kv()
-
-
-def _refuse_other_types(model: ModelFile) -> None:
-    for tensor in model.tensors.values():
-        if tensor.type not in COMPUTED:
-            known = ", ".join(tensor_type.name for tensor_type in COMPUTED)
-            raise ModelFileError(
-                f"{show_path(model.path)}: the tensor {show_name(tensor.name)} is {tensor.type.name}, for which there "
-                f"are no kernels yet; there are for {known}, and --runtime reference computes it, slowly"
-            )
