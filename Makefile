@@ -20,13 +20,14 @@ REQUIREMENTS = $(BIN)/python -c 'import functools, operator, sys, tomllib; \
 	print(*functools.reduce(operator.getitem, sys.argv[1].split("/"), \
 	tomllib.load(open("pyproject.toml", "rb"))), sep="\n")'
 
-.PHONY: help demo serve test check check-page package exactness simulate sanitize golden bench-peers clean
+.PHONY: help demo serve test test-vocabularies check check-page package exactness simulate sanitize golden bench-peers clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo          install, fetch a model, ask it a question, type to a live session"
 	@echo "make serve         the same, and the server stays"
 	@echo "make test          all tests"
+	@echo "make test-vocabularies  token ids and chat templates beside llama.cpp's own test files, which are fetched"
 	@echo "make check         format, lint, types, of Python, C++ and JavaScript"
 	@echo "make package       the wheel and the source distribution; it is tried in an empty environment, on each Python"
 	@echo "make exactness     random configurations of everything at once against the plain engine, numbers $(CONFIGS)"
@@ -45,6 +46,9 @@ demo serve: $(VENV)/.installed $(VENV)/.server
 
 test: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/python -m pytest -ra
+
+test-vocabularies: $(VENV)/.installed $(VENV)/.dev
+	$(BIN)/python -m tests.tokens.reference_vocabularies
 
 check: $(VENV)/.installed $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -21,7 +21,7 @@ def test_ids_are_those_of_the_whole_text(tokenizer: Tokenizer, seed: int) -> Non
     pieces = [
         word + rng.choice((" ", " ", "  ", "\n", "")) for text in TEXTS.values() for word in text.split(" ")
     ]
-    encoder = IncrementalEncoder(tokenizer.encode)
+    encoder = IncrementalEncoder.of(tokenizer)
     text = ""
     for _ in range(400):
         text += rng.choice(pieces)

@@ -50,7 +50,7 @@ class RawTurn:
         self._tokenizer = tokenizer
         # BOS, where the model wants one, stands before the first text and depends on nothing else.
         self._head = tokenizer.encode("", add_special_tokens=True)[:1] if is_first else []
-        self._encoder = IncrementalEncoder(tokenizer.encode)
+        self._encoder = IncrementalEncoder.of(tokenizer)
 
     def open_ids(self, text: str) -> list[int]:
         return self._head + self._encoder.encode(text)
@@ -92,7 +92,7 @@ class ChatTurn:
         self._role = role
         self._now = now
         self._after = num_kept - 1 if num_kept else None
-        self._encoder = IncrementalEncoder(tokenizer.encode)
+        self._encoder = IncrementalEncoder.of(tokenizer)
         self._num_closing_ids: int | None = None
 
     @classmethod
@@ -175,4 +175,4 @@ def delivered_ids(tokenizer: Tokenizer, answer: CompletionOutput, params: Sampli
     else:
         if num_decoded + len(utf8.decode(b"", final=True)) == len(answer.text):
             return ids  # with the bytes of a character that stayed incomplete, and was shown as U+FFFD
-    return ids[:num_ids] + tokenizer.encode(answer.text[num_chars:])
+    return ids[:num_ids] + tokenizer.encode(answer.text[num_chars:], continues=True)

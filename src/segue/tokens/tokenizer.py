@@ -1,17 +1,14 @@
-"""Text to token ids and back, by the byte-level BPE of a model file."""
+"""Text to token ids and back, by the vocabulary of a model file."""
 
-import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from segue.display import show_path
 from segue.errors import ModelFileError, ParameterError
-from segue.tokens.byte_level import token_to_bytes
+from segue.tokens.bpe import ByteLevelBPE, MergeError
+from segue.tokens.sentencepiece import SentencePieceBPE
 from segue.tokens.vocabulary import Vocabulary, read_vocabulary
 from segue.weights.model_file import ModelFile
-
-if TYPE_CHECKING:
-    import tokenizers
 
 
 class Tokenizer:
@@ -19,7 +16,7 @@ class Tokenizer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._bpe = _build_bpe(vocabulary)
+        self._bpe = (SentencePieceBPE if vocabulary.is_sentencepiece else ByteLevelBPE)(vocabulary)
         self._user_defined = _longest_first(vocabulary, vocabulary.user_defined_ids)
         self._specials = _longest_first(vocabulary, vocabulary.user_defined_ids | vocabulary.control_ids)
         self._bytes: list[bytes | None] = [None] * len(vocabulary.tokens)
@@ -30,16 +27,23 @@ class Tokenizer:
         vocabulary = read_vocabulary(model)
         try:
             return cls(vocabulary)
-        except _MergeError as error:
+        except MergeError as error:
             raise ModelFileError(f"{show_path(model.path)}: {error}; use another model file") from None
 
     def encode(
-        self, text: str, *, parse_special: bool = False, add_special_tokens: bool = False
+        self,
+        text: str,
+        *,
+        parse_special: bool = False,
+        add_special_tokens: bool = False,
+        continues: bool = False,
     ) -> list[int]:
         """The token ids of a text.
 
         `parse_special`: control tokens written in the text become those tokens; otherwise they stay text.
         `add_special_tokens`: BOS and EOS where the model wants them.
+        `continues`: other text stands before this one, so that no space is put before it where the model wants one at
+        the beginning and after control tokens.
         Bytes that the vocabulary has no token for are left out. Raises ParameterError for a text that is not
         Unicode (a lone surrogate).
         """
@@ -48,7 +52,9 @@ class Tokenizer:
             if isinstance(piece, int):
                 ids.append(piece)
             else:
-                ids += self._encode_plain(piece)
+                takes_space = self._vocabulary.add_space_prefix and not continues
+                ids += self._encode_plain(f" {piece}" if takes_space else piece)
+            continues = isinstance(piece, str)
         if not add_special_tokens:
             return ids
         bos, eos = self._vocabulary.bos_token_id, self._vocabulary.eos_token_id
@@ -86,7 +92,7 @@ class Tokenizer:
             return known
         token = self._vocabulary.tokens[token_id]
         whole = token_id in self._vocabulary.control_ids or token_id in self._vocabulary.user_defined_ids
-        value = token.encode() if whole else token_to_bytes(token)
+        value = token.encode() if whole else self._bpe.token_bytes(token_id)
         self._bytes[token_id] = value
         return value
 
@@ -102,6 +108,11 @@ class Tokenizer:
     def eos_token_ids(self) -> frozenset[int]:
         """The ids that end an answer: end of text, of turn, of message, as far as the model has them."""
         return self._vocabulary.eos_token_ids
+
+    @property
+    def words_stand_alone(self) -> bool:
+        """Whether a text may be cut before a space between two letters, and has the ids of both parts."""
+        return self._bpe.words_stand_alone
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -132,47 +143,10 @@ class Tokenizer:
 
     def _encode_plain(self, text: str) -> list[int]:
         try:
-            # Other threads run meanwhile: a batch, unlike a single text, is encoded without the interpreter's lock.
-            ids: list[int] = self._bpe.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return self._bpe.encode(text)
         except (TypeError, UnicodeEncodeError):
             at = next(i for i, char in enumerate(text) if 0xD800 <= ord(char) < 0xE000)
             raise ParameterError("text", text[at], "is half of a surrogate pair, not a character") from None
-        unknown = len(self._bytes)
-        return [i for i in ids if i != unknown] if unknown in ids else ids
-
-
-class _MergeError(ValueError):
-    """The merges do not fit the tokens."""
-
-
-def _build_bpe(vocabulary: Vocabulary) -> "tokenizers.Tokenizer":
-    # Imported here: a command that needs no tokenizer should not pay for it.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a batch is one text here
-    import tokenizers
-    from tokenizers import models, pre_tokenizers
-
-    # A byte without a token must not let its neighbours merge across it, so it becomes a token of its own,
-    # one past the vocabulary, which `encode` leaves out. Two spaces are in no byte-level token.
-    unknown = "  "
-    while unknown in vocabulary.ids:
-        unknown += " "
-    try:
-        model = models.BPE(
-            {**vocabulary.ids, unknown: len(vocabulary.tokens)},
-            vocabulary.merges,
-            unk_token=unknown,
-            ignore_merges=vocabulary.pre_tokenizer.ignore_merges,
-        )
-    except Exception as error:  # the library raises nothing narrower
-        raise _MergeError(f"tokenizer.ggml.merges does not fit the tokens: {error}") from None
-    bpe = tokenizers.Tokenizer(model)
-    splits = [
-        pre_tokenizers.Split(tokenizers.Regex(expression), "isolated")
-        for expression in vocabulary.pre_tokenizer.expressions
-    ]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    return bpe
 
 
 def _longest_first(vocabulary: Vocabulary, ids: Iterable[int]) -> list[tuple[str, int]]:

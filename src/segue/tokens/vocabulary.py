@@ -1,5 +1,6 @@
 """The tokenizer of a model file as checked values: knows nothing about how text is encoded."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,8 +12,8 @@ from segue.tokens.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from segue.weights.model_file import ModelFile
 
 _KEYS = "tokenizer.ggml."
-_MODELS = ("gpt2",)
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 """Tokens that end a turn by their name: files often name only the base model's end of text."""
 
 
@@ -37,7 +38,15 @@ class Vocabulary:
     ids: Mapping[str, int]
     """The inverse of `tokens`."""
     merges: Sequence[tuple[str, str]]
-    """Best first."""
+    """Best first; of byte-level vocabularies."""
+    is_sentencepiece: bool
+    scores: Sequence[float]
+    """By id, of SentencePiece's vocabularies."""
+    byte_ids: frozenset[int]
+    """Tokens that stand for one byte each, there."""
+    unknown_token_id: int | None
+    add_space_prefix: bool
+    """Whether a text, and what follows a special token, is encoded as if a space were before it."""
     pre_tokenizer: PreTokenizer
     control_ids: frozenset[int]
     user_defined_ids: frozenset[int]
@@ -52,14 +61,15 @@ class Vocabulary:
 def read_vocabulary(model: ModelFile) -> Vocabulary:
     """The vocabulary of a model file. Raises ModelFileError when it is damaged or of an unknown kind."""
     fields = _Fields(model)
-    pre_tokenizer = _pre_tokenizer(fields)
+    is_sentencepiece = _is_sentencepiece(fields)
+    pre_tokenizer = _NO_PRE_TOKENIZER if is_sentencepiece else _pre_tokenizer(fields)
     tokens = fields.strings("tokens")
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) != len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
         raise fields.error("tokens", f"has the token {show_name(twice)} twice")
     _check_size(model, fields, len(tokens))
-    control, user_defined = _kinds(fields, tokens)
+    kinds = _kinds(fields, tokens)
     end_of_turn = {ids[token] for token in _END_OF_TURN if token in ids}
     eos, eot, eom = (fields.token_id(f"{name}_token_id", len(tokens)) for name in ("eos", "eot", "eom"))
     bos = fields.token_id("bos_token_id", len(tokens))
@@ -75,10 +85,15 @@ def read_vocabulary(model: ModelFile) -> Vocabulary:
     return Vocabulary(
         tokens=tokens,
         ids=ids,
-        merges=_merges(fields),
+        merges=() if is_sentencepiece else _merges(fields),
+        is_sentencepiece=is_sentencepiece,
+        scores=_scores(fields, len(tokens)) if is_sentencepiece else (),
+        byte_ids=frozenset(kinds.byte),
+        unknown_token_id=fields.token_id("unknown_token_id", len(tokens)),
+        add_space_prefix=is_sentencepiece and fields.boolean("add_space_prefix", default=True),
         pre_tokenizer=pre_tokenizer,
-        control_ids=frozenset(control | end_of_turn),
-        user_defined_ids=frozenset(user_defined - end_of_turn),
+        control_ids=frozenset(kinds.control | end_of_turn),
+        user_defined_ids=frozenset(kinds.user_defined - end_of_turn),
         bos_token_id=bos,
         eos_token_ids=frozenset(end_of_turn | {i for i in (eos, eot, eom) if i is not None}),
         add_bos=add_bos,
@@ -88,10 +103,26 @@ def read_vocabulary(model: ModelFile) -> Vocabulary:
     )
 
 
-def _pre_tokenizer(fields: "_Fields") -> PreTokenizer:
+_NO_PRE_TOKENIZER = PreTokenizer((), add_bos=True)
+"""SentencePiece does not cut a text."""
+
+
+def _is_sentencepiece(fields: "_Fields") -> bool:
     kind = fields.string("model")
-    if kind not in _MODELS:
-        raise fields.error("model", f"{show_name(kind)} is not known; known are {', '.join(_MODELS)}")
+    if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
+        known = f"{_BYTE_LEVEL}, {_SENTENCEPIECE}"
+        raise fields.error("model", f"{show_name(kind)} is not known; known are {known}")
+    return kind == _SENTENCEPIECE
+
+
+def _scores(fields: "_Fields", num_tokens: int) -> list[float]:
+    scores = fields.numbers("scores")
+    if len(scores) != num_tokens:
+        raise fields.error("scores", f"has {len(scores)} values for {num_tokens} tokens")
+    return scores
+
+
+def _pre_tokenizer(fields: "_Fields") -> PreTokenizer:
     name = fields.string("pre")
     if name not in PRE_TOKENIZERS:
         raise fields.error("pre", f"{show_name(name)} is not known; known are {', '.join(PRE_TOKENIZERS)}")
@@ -110,8 +141,16 @@ def _check_size(model: ModelFile, fields: "_Fields", num_tokens: int) -> None:
         raise fields.error("tokens", f"has {num_tokens} tokens, the embedding {embedding.shape[0]} rows")
 
 
-def _kinds(fields: "_Fields", tokens: Sequence[str]) -> tuple[set[int], set[int]]:
-    """The ids of control tokens and of user-defined ones."""
+@dataclass(frozen=True)
+class _Kinds:
+    """Ids by what they are, but ordinary tokens."""
+
+    control: set[int]
+    user_defined: set[int]
+    byte: set[int]
+
+
+def _kinds(fields: "_Fields", tokens: Sequence[str]) -> _Kinds:
     kinds = fields.integers("token_type", default=[TokenKind.NORMAL] * len(tokens))
     if len(kinds) != len(tokens):
         raise fields.error("token_type", f"has {len(kinds)} values for {len(tokens)} tokens")
@@ -120,6 +159,7 @@ def _kinds(fields: "_Fields", tokens: Sequence[str]) -> tuple[set[int], set[int]
         raise fields.error("token_type", f"has the unknown value {min(present - set(TokenKind))}")
     control: set[int] = set()
     user_defined: set[int] = set()
+    byte: set[int] = set()
     for i, kind in enumerate(kinds):
         if kind == TokenKind.NORMAL:
             continue
@@ -127,11 +167,14 @@ def _kinds(fields: "_Fields", tokens: Sequence[str]) -> tuple[set[int], set[int]
             control.add(i)
         elif kind == TokenKind.USER_DEFINED:
             user_defined.add(i)
+        elif kind == TokenKind.BYTE:
+            byte.add(i)
+            continue
         else:
             continue
         if not tokens[i]:
             raise fields.error("tokens", f"has no text for the special token {i}")
-    return control, user_defined
+    return _Kinds(control, user_defined, byte)
 
 
 def _merges(fields: "_Fields") -> list[tuple[str, str]]:
@@ -175,6 +218,17 @@ class _Fields:
         value = self._metadata.get(_KEYS + name, default)
         if not isinstance(value, list) or set(map(type, value)) - {int, TokenKind}:
             raise self.error(name, "must be a list of integers")
+        return value
+
+    def numbers(self, name: str) -> list[float]:
+        """Finite ones."""
+        value = self._metadata.get(_KEYS + name)
+        if value is None:
+            raise self.error(name, "is missing")
+        if not isinstance(value, list) or set(map(type, value)) - {float}:
+            raise self.error(name, "must be a list of numbers")
+        if not all(map(math.isfinite, value)):
+            raise self.error(name, "has a value that is no number")
         return value
 
     def boolean(self, name: str, *, default: bool) -> bool:
