@@ -16,7 +16,23 @@ SPACE = "▁"
 CONTROL = ["<unk>", "<s>", "</s>", "<|turn|>"]
 USER_DEFINED = ["\n\n", "   "]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-WORDS = ["the", "hen", "then", "she", "her", "here", "in", "ing", "thing", ">" + SPACE + "</", "..."]
+WORDS = [
+    "the",
+    "hen",
+    "then",
+    "she",
+    "her",
+    "here",
+    "in",
+    "ing",
+    "thing",
+    ">" + SPACE + "</",
+    "...",
+    "</",
+    "s>",
+]
+SPELLED = ["</s>", "<s>", "<unk>", "<|turn|>", "<0x41>", "</s", "|turn|", "<0x4", "1>"]
+"""What looks like structure, and parts of it."""
 
 
 def vocabulary(rng: random.Random) -> tuple[list[str], list[float], list[int]]:
@@ -24,7 +40,8 @@ def vocabulary(rng: random.Random) -> tuple[list[str], list[float], list[int]]:
     letters = [*"abcdefghijklmnopqrstuvwxyz.,<>/", SPACE]
     unions = {word[i:j] for word in [*WORDS, *(SPACE + word for word in WORDS)] for i in range(len(word)) for j in
               range(i + 2, len(word) + 2)}  # fmt: skip
-    tokens = [*CONTROL, *USER_DEFINED, *BYTES, *letters, *sorted(unions - set(letters))]
+    unions |= {word[:i] for word in SPELLED[:5] for i in range(2, len(word))}  # the way to each of them
+    tokens = [*CONTROL, *USER_DEFINED, *BYTES, *letters, *sorted(unions.difference(letters, CONTROL, BYTES))]
     scores = [float(-rng.randrange(40)) for _ in tokens]
     kinds = [2, 3, 3, 3, *[4] * len(USER_DEFINED), *[6] * len(BYTES)]
     return tokens, scores, kinds + [1] * (len(tokens) - len(kinds))
@@ -49,7 +66,8 @@ def model(rng: random.Random, changes: Mapping[str, object] | None = None) -> Mo
 
 def spelled_out(text: str, tokens: list[str], scores: list[float]) -> list[int]:
     """The definition, step by step: of all neighbours whose union is a token, join those of the best score first."""
-    ids = {token: i for i, token in enumerate(tokens)}
+    ids = {token: i for i, token in enumerate(tokens) if token not in (*CONTROL, *BYTES)}
+    byte_ids = {token: i for i, token in enumerate(tokens) if token in BYTES}
     parts = list(text.replace(" ", SPACE))
     while True:
         unions = [(ids.get(a + b), i) for i, (a, b) in enumerate(itertools.pairwise(parts))]
@@ -60,12 +78,22 @@ def spelled_out(text: str, tokens: list[str], scores: list[float]) -> list[int]:
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     found: list[int] = []
     for part in parts:
-        found += [ids[part]] if part in ids else [ids[f"<0x{byte:02X}>"] for byte in part.encode()]
+        found += [ids[part]] if part in ids else [byte_ids[f"<0x{byte:02X}>"] for byte in part.encode()]
     return found
 
 
 def random_text(rng: random.Random) -> str:
-    pieces = [*(word.replace(SPACE, " ") for word in WORDS), " ", " ", "  ", "é", "漢", "\n", "🐔", "x"]
+    pieces = [
+        *(word.replace(SPACE, " ") for word in [*WORDS, *SPELLED]),
+        " ",
+        " ",
+        "  ",
+        "é",
+        "漢",
+        "\n",
+        "🐔",
+        "x",
+    ]
     return "".join(rng.choice(pieces) for _ in range(rng.randrange(30)))
 
 
@@ -82,6 +110,20 @@ def test_ids_are_those_of_the_definition(seed: int) -> None:
             ids = tokenizer.encode(text)
             assert ids == spelled_out(text, tokens, scores)
             assert tokenizer.decode(ids) == text
+
+
+def test_text_never_becomes_structure() -> None:
+    """All unions on the way to them are tokens, and they themselves would be the best."""
+    rng = random.Random(0)
+    tokens, scores, _ = vocabulary(rng)
+    highest = {"tokenizer.ggml.scores": [1.0 if token in (*CONTROL, *BYTES) else score
+                                         for token, score in zip(tokens, scores, strict=True)]}  # fmt: skip
+    tokenizer = Tokenizer.from_model(model(random.Random(0), highest))
+    for text in SPELLED:
+        ids = tokenizer.encode(text)
+        assert not {tokens[i] for i in ids}.intersection(CONTROL, [text] if text in BYTES else []), text
+        assert tokenizer.decode(ids).lstrip(" ") == text
+    assert tokenizer.encode("</s>", parse_special=True) == [2]
 
 
 def test_a_space_is_put_before_a_text_and_after_special_tokens() -> None:

@@ -2,6 +2,7 @@
 
 A space is written ▁. Starting from single characters, the neighbours whose union is the token with the highest score
 are joined, of equals the leftmost, until no union is a token; a character without a token becomes its UTF-8 bytes.
+Tokens that are structure, a byte or unknown are no such unions.
 """
 
 import heapq
@@ -22,7 +23,9 @@ class SentencePieceBPE:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokens = vocabulary.tokens
-        self._ids = vocabulary.ids
+        # Text never becomes structure: neither by joining "</" and "s>", nor by spelling "<0x0A>".
+        structure = vocabulary.control_ids | vocabulary.byte_ids | {vocabulary.unknown_token_id}
+        self._ids = {token: i for token, i in vocabulary.ids.items() if i not in structure}
         self._scores = vocabulary.scores
         self._bytes = _bytes_of(vocabulary)
         self._ids_of_bytes = {byte: token_id for token_id, byte in self._bytes.items()}
